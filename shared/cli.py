@@ -1,0 +1,71 @@
+"""The `headrace` command. Each command is loaded when it is called, from the side that registered it."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+import click
+
+from headrace.shared.environment import refuse_unknown_variables
+from headrace.shared.errors import HeadraceError
+
+_GROUP = "headrace.commands"
+_NEEDS_WORKER_EXTRA = {"worker", "models", "bench"}
+
+
+class _Failure(click.ClickException):
+    """An error that is shown as one line; the exit code says that nothing could be run."""
+
+    exit_code = 2
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"headrace: error: {self.format_message()}", err=True)
+
+
+class _Commands(click.Group):
+    """Commands from entry points, so that `headrace submit` never imports what only `headrace worker` needs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(entry_points(group=_GROUP).names)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        found = entry_points(group=_GROUP, name=cmd_name)
+        if not found:
+            return None
+        try:
+            command = next(iter(found)).load()
+        except ModuleNotFoundError as error:
+            if cmd_name not in _NEEDS_WORKER_EXTRA or (error.name or "").startswith("headrace"):
+                raise
+            return _missing_extra(cmd_name, error.name or "a package")
+        assert isinstance(command, click.Command)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            refuse_unknown_variables()
+            return super().invoke(ctx)
+        except HeadraceError as error:
+            raise _Failure(str(error)) from error
+
+
+def _missing_extra(name: str, package: str) -> click.Command:
+    """A stand-in that says what to install; without it, `headrace --help` would fail on a producer's machine."""
+
+    @click.command(name, short_help="(needs the worker extra)", context_settings={"ignore_unknown_options": True})
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def stand_in(arguments: tuple[str, ...]) -> None:
+        raise _Failure(f"`headrace {name}` needs {package}: pip install 'headrace[worker]'")
+
+    return stand_in
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="headrace")
+def main() -> None:
+    """Batched bulk text generation on Redis.
+
+    Put prompts in a file and run `headrace run prompts.txt -o results.jsonl`, or start workers with `headrace
+    worker` and submit to them from anywhere with `headrace submit` or headrace.producer.
+    """

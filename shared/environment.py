@@ -1,0 +1,50 @@
+"""The HEADRACE_* variables. An option on the command line wins over its variable."""
+
+from __future__ import annotations
+
+import difflib
+import os
+
+from headrace.shared.errors import SettingsError
+
+REDIS_URL = "HEADRACE_REDIS_URL"
+MODEL = "HEADRACE_MODEL"
+QUEUE = "HEADRACE_QUEUE"
+SLOTS = "HEADRACE_SLOTS"
+DTYPE = "HEADRACE_DTYPE"
+DEVICE = "HEADRACE_DEVICE"
+MAX_CONTEXT = "HEADRACE_MAX_CONTEXT"
+LEASE = "HEADRACE_LEASE"
+DRAIN_TIMEOUT = "HEADRACE_DRAIN_TIMEOUT"
+RESULT_TTL = "HEADRACE_RESULT_TTL"
+CACHE = "HEADRACE_CACHE"
+LOG_LEVEL = "HEADRACE_LOG_LEVEL"
+
+KNOWN = frozenset(
+    {
+        REDIS_URL,
+        MODEL,
+        QUEUE,
+        SLOTS,
+        DTYPE,
+        DEVICE,
+        MAX_CONTEXT,
+        LEASE,
+        DRAIN_TIMEOUT,
+        RESULT_TTL,
+        CACHE,
+        LOG_LEVEL,
+    }
+)
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_RESULT_TTL_S = 7 * 24 * 3600
+
+
+def refuse_unknown_variables() -> None:
+    """Raise SettingsError for a HEADRACE_* variable that nothing reads: a misspelt setting must not be ignored."""
+    for name in sorted(os.environ):
+        if name.startswith("HEADRACE_") and name not in KNOWN:
+            close = difflib.get_close_matches(name, KNOWN, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(KNOWN))}"
+            raise SettingsError(f"unknown environment variable {name}{hint}")

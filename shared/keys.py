@@ -1,0 +1,69 @@
+"""Every Redis key that headrace owns, and those of RQ that its clients write.
+
+key                                type    writer              lives
+headrace:result:{job_id}           string  worker or producer  result TTL
+headrace:batch:{name}              hash    producer, worker    result TTL after the last write
+headrace:batch:{name}:done         stream  worker or producer  as the batch
+headrace:batch:{name}:jobs         list    producer            as the batch
+headrace:checkpoint:{job_id}       string  worker              while the job runs
+headrace:workers                   set     worker              while any worker is known
+headrace:lease:{worker}            string  worker              the lease
+headrace:claims:{worker}           list    worker              while jobs are claimed and not yet started
+
+RQ's own (rq:queue:…, rq:job:…, rq:queues, rq:results:…) keep RQ's types and lifetimes.
+"""
+
+from __future__ import annotations
+
+import re
+
+PREFIX = "headrace:"
+WORKERS = f"{PREFIX}workers"
+RQ_QUEUES = "rq:queues"
+RQ_SUSPENDED = "rq:suspended"
+
+
+def result(job_id: str) -> str:
+    return f"{PREFIX}result:{job_id}"
+
+
+def batch(name: str) -> str:
+    return f"{PREFIX}batch:{name}"
+
+
+def batch_done(name: str) -> str:
+    return f"{PREFIX}batch:{name}:done"
+
+
+def batch_jobs(name: str) -> str:
+    return f"{PREFIX}batch:{name}:jobs"
+
+
+def checkpoint(job_id: str) -> str:
+    return f"{PREFIX}checkpoint:{job_id}"
+
+
+def lease(worker: str) -> str:
+    return f"{PREFIX}lease:{worker}"
+
+
+def claims(worker: str) -> str:
+    return f"{PREFIX}claims:{worker}"
+
+
+def rq_queue(queue: str) -> str:
+    return f"rq:queue:{queue}"
+
+
+def rq_job(job_id: str) -> str:
+    return f"rq:job:{job_id}"
+
+
+def rq_results(job_id: str) -> str:
+    """RQ's stream of a job's outcomes; it gets its entry in the same transaction as our result."""
+    return f"rq:results:{job_id}"
+
+
+def queue_name(model: str) -> str:
+    """The RQ queue that serves a model: one queue a model, with a name that is safe in URLs and on command lines."""
+    return "headrace-" + re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-").lower()

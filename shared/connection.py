@@ -53,3 +53,8 @@ def without_password(url: str) -> str:
     user = parts.username or ""
     host = parts.netloc.rpartition("@")[2]
     return urlunsplit(parts._replace(netloc=f"{user}:***@{host}"))
+
+
+def as_text(value: bytes | str) -> str:
+    """A reply as text, whether or not the client decodes. Raises UnicodeDecodeError if it isn't UTF-8."""
+    return value if isinstance(value, str) else value.decode()

@@ -99,8 +99,9 @@ def _inflate(data: bytes) -> bytes:
     unzip = zlib.decompressobj()
     try:
         text = unzip.decompress(data, MAX_DATA_BYTES)
+        over = bool(unzip.unconsumed_tail)
     except zlib.error:
-        text = data
-    if unzip.unconsumed_tail or len(text) > MAX_DATA_BYTES:
+        text, over = data, len(data) > MAX_DATA_BYTES
+    if over:
         raise InvalidRequest(f"the job's data is over the limit of {MAX_DATA_BYTES:,} bytes")
     return text

@@ -5,6 +5,7 @@ headrace:result:{job_id}           string  worker or producer  result TTL
 headrace:batch:{name}              hash    producer, worker    result TTL after the last write
 headrace:batch:{name}:done         stream  worker or producer  as the batch
 headrace:batch:{name}:jobs         list    producer            as the batch
+headrace:batches                   zset    producer            always; names by creation time, the newest 10,000
 headrace:checkpoint:{job_id}       string  worker              while the job runs
 headrace:workers                   set     worker              while any worker is known
 headrace:lease:{worker}            string  worker              the lease
@@ -19,6 +20,7 @@ import re
 
 PREFIX = "headrace:"
 WORKERS = f"{PREFIX}workers"
+BATCHES = f"{PREFIX}batches"
 RQ_QUEUES = "rq:queues"
 RQ_SUSPENDED = "rq:suspended"
 

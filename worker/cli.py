@@ -1,0 +1,133 @@
+"""`headrace worker` and `headrace models`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import click
+
+from headrace.shared import environment
+from headrace.shared.connection import DEFAULT_URL
+from headrace.shared.environment import DEFAULT_MODEL, DEFAULT_RESULT_TTL_S
+from headrace.shared.errors import SettingsError
+from headrace.worker.settings import DTYPES, EngineSettings, QueueSettings
+
+
+@click.command(short_help="Take jobs from a queue and run them as one batch.")
+@click.option(
+    "--model",
+    envvar=environment.MODEL,
+    default=DEFAULT_MODEL,
+    show_default=True,
+    help="An alias (see `headrace models list`), a folder in the Hugging Face layout, a .gguf file, or a Hub id.",
+)
+@click.option("--redis", "redis_url", envvar=environment.REDIS_URL, help="URL of the server.  [default: localhost]")
+@click.option("--queue", envvar=environment.QUEUE, help="The queue to serve.  [default: the model's]")
+@click.option("--slots", type=int, envvar=environment.SLOTS, help="Rows decoded at once.  [default: what fits]")
+@click.option("--dtype", type=click.Choice(DTYPES), envvar=environment.DTYPE, default="auto", show_default=True)
+@click.option("--device", envvar=environment.DEVICE, default="auto", show_default=True, help="auto, cpu, cuda, cuda:N.")
+@click.option(
+    "--max-context",
+    type=int,
+    envvar=environment.MAX_CONTEXT,
+    help="Positions a row has, prompt and answer together.  [default: the model's, at most 2048]",
+)
+@click.option(
+    "--lease",
+    "lease_s",
+    type=float,
+    envvar=environment.LEASE,
+    default=30.0,
+    show_default=True,
+    help="Seconds without a sign of life after which other workers take the jobs over.",
+)
+@click.option(
+    "--drain-timeout",
+    "drain_timeout_s",
+    type=float,
+    envvar=environment.DRAIN_TIMEOUT,
+    default=60.0,
+    show_default=True,
+    help="Seconds that running jobs have to finish after SIGTERM; the rest goes back into the queue.",
+)
+@click.option(
+    "--result-ttl",
+    "result_ttl_s",
+    type=int,
+    envvar=environment.RESULT_TTL,
+    default=DEFAULT_RESULT_TTL_S,
+    show_default=True,
+    help="Seconds that results are kept.",
+)
+@click.option("--burst", is_flag=True, help="Stop when the queue is empty.")
+@click.option("--log-level", envvar=environment.LOG_LEVEL, default="INFO", show_default=True)
+def worker(
+    model: str,
+    redis_url: str | None,
+    queue: str | None,
+    slots: int | None,
+    dtype: str,
+    device: str,
+    max_context: int | None,
+    lease_s: float,
+    drain_timeout_s: float,
+    result_ttl_s: int,
+    burst: bool,
+    log_level: str,
+) -> None:
+    """Take as many jobs as there are free slots, run them as one batch, and write each back when it is done.
+
+    SIGTERM or Ctrl-C: no new jobs, the running ones finish; a second time, or after the drain timeout, they go back
+    into the queue.
+    """
+    _log_to_stderr(log_level)
+    engine_settings = EngineSettings(model=model, slots=slots, dtype=dtype, device=device, max_context=max_context)
+    queue_settings = QueueSettings(
+        queue=queue,
+        lease_s=lease_s,
+        drain_timeout_s=drain_timeout_s,
+        burst=burst,
+        result_ttl_s=result_ttl_s,
+    )
+    from headrace.worker.serve import serve  # torch takes seconds to import; a wrong option should not wait for it
+
+    serve(engine_settings, queue_settings, redis_url or DEFAULT_URL)
+
+
+@click.group(short_help="List and fetch models.")
+def models() -> None:
+    """List the models that have an alias, and fetch them into the cache folder."""
+
+
+@models.command("list")
+def list_models() -> None:
+    """Show the aliases and whether each is here already."""
+    from headrace.worker.models import CATALOG
+    from headrace.worker.models.cache import entry_folder
+
+    for alias, entry in CATALOG.items():
+        folder = entry_folder(alias, entry.sha256)
+        here = folder if folder.is_dir() else f"not fetched: {entry.download_bytes / 1e6:.0f} MB"
+        click.echo(f"{alias:<16} {entry.title} ({entry.license})  {here}")
+
+
+@models.command("pull")
+@click.argument("alias")
+def pull_model(alias: str) -> None:
+    """Fetch a model by its alias and convert it, once; prints the folder."""
+    from headrace.worker.models import pull
+
+    click.echo(pull(alias, progress=lambda line: click.echo(line, err=True)))
+
+
+def _log_to_stderr(level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    root = logging.getLogger("headrace")
+    root.handlers[:] = [handler]
+    root.propagate = False
+    try:
+        root.setLevel(level.upper())
+    except ValueError:
+        raise SettingsError(f"--log-level is {level!r}; use DEBUG, INFO, WARNING or ERROR") from None

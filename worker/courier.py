@@ -1,0 +1,306 @@
+"""The thread between Redis and the engine: it claims and prepares jobs ahead of the engine and settles those done.
+
+All that touches Redis or text happens here, beside the decode loop. What it could not write because Redis was away it
+keeps and writes later; the fences make a write that did arrive harmless to repeat.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import redis
+
+from headrace.shared import keys
+from headrace.shared.errors import InvalidRequest
+from headrace.shared.job import decode_payload
+from headrace.shared.schema import ErrorCode, ErrorInfo, parse_request
+from headrace.worker.engine.rows import Row, now_s
+from headrace.worker.fence import FencedWrite, Fences, Verdict
+from headrace.worker.lease import Lease
+from headrace.worker.recovery import readable_job_ids
+from headrace.worker.rq_adapter import Claimed, MalformedJob, RqWorker, Running
+from headrace.worker.runner import Rejected, Runner
+from headrace.worker.settings import QueueSettings
+from headrace.worker.settle import Held, Settler
+
+logger = logging.getLogger("headrace.worker")
+
+_POLL_S = 0.05  # how often a queue that was empty is looked at again while rows run
+_IDLE_BLOCK_S = 1
+_MAX_BACKOFF_S = 5.0
+_GIVE_UP_S = 15.0  # on leaving: how long to keep trying to write what is left
+
+
+@dataclass(frozen=True, kw_only=True)
+class Returned:
+    """A row to be put back into the queue. `failure` says what went wrong with it, if anything did."""
+
+    row: Row
+    failure: str | None = None
+
+
+class Courier:
+    """Owns the jobs in hand: from the claim until the result is stored or the job is put back.
+
+    `capacity` is how many jobs it may hold; `on_row` takes each prepared row, in this thread.
+    """
+
+    def __init__(
+        self,
+        connection: redis.Redis,
+        rq: RqWorker,
+        fences: Fences,
+        lease: Lease,
+        runner: Runner,
+        settler: Settler,
+        settings: QueueSettings,
+        *,
+        capacity: int,
+        on_row: Callable[[Row], None],
+    ) -> None:
+        self._connection = connection
+        self._rq = rq
+        self._fences = fences
+        self._lease = lease
+        self._runner = runner
+        self._settler = settler
+        self._settings = settings
+        self._capacity = capacity
+        self._on_row = on_row
+        self._claims_key = keys.claims(rq.name)
+        self._held: dict[str, Held] = {}
+        self._lock = threading.Lock()  # over _held
+        self._done: deque[Row] = deque()
+        self._returned: deque[Returned] = deque()
+        self._wake = threading.Event()
+        self._claiming = True
+        self._leaving = False
+        self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
+        self.queue_empty = threading.Event()  # the last look found nothing, and nothing is in hand
+        self.num_settled = 0
+
+    # Called by other threads
+
+    def start(self) -> None:
+        """Begin to claim."""
+        self._thread.start()
+
+    def settle(self, rows: Sequence[Row]) -> None:
+        """Take finished rows; their results are stored soon."""
+        self._done.extend(rows)
+        if rows:
+            self._wake.set()
+
+    def put_back(self, returned: Sequence[Returned]) -> None:
+        """Take rows that will not be finished here; their jobs go back to the front of the queue."""
+        self._returned.extend(returned)
+        if returned:
+            self._wake.set()
+
+    def stop_claiming(self) -> None:
+        """Take no new jobs."""
+        self._claiming = False
+        self._wake.set()
+
+    def leave(self) -> None:
+        """End the thread after the round that it is in. `write_rest` then stores what is left."""
+        self._claiming = False
+        self._leaving = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def write_rest(self) -> None:
+        """After `leave`: store and put back what is left, in the caller's thread, trying for _GIVE_UP_S if need be."""
+        give_up_s = now_s() + _GIVE_UP_S
+        while self._done or self._returned:
+            try:
+                self._settle_done()
+                self._return_rows()
+            except redis.RedisError as error:
+                if now_s() > give_up_s:
+                    logger.warning(
+                        "Redis does not answer; the jobs in hand return when the lease has run out: %s", error
+                    )
+                    return
+                self._wake.wait(0.5)
+
+    def in_hand(self) -> list[Running]:
+        """The jobs that this worker has started and not settled."""
+        with self._lock:
+            return [held.running for held in self._held.values()]
+
+    def lose(self, running: Running) -> bool:
+        """Drop a job that this worker has lost; False if it is not in hand (settled, or started anew) by now."""
+        with self._lock:
+            held = self._held.get(running.job_id)
+            if held is None or held.running.execution.id != running.execution.id:
+                return False
+            del self._held[running.job_id]
+            return True
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    # The thread
+
+    def _run(self) -> None:
+        backoff_s = 0.0
+        while not self._leaving:
+            self._wake.clear()
+            try:
+                worked = self._round()
+                backoff_s = 0.0
+            except redis.RedisError as error:
+                if not backoff_s:
+                    logger.warning("Redis does not answer, trying again until it does: %s", error)
+                backoff_s = min(_MAX_BACKOFF_S, max(0.1, 2 * backoff_s))
+                self._wake.wait(backoff_s * random.uniform(0.5, 1.0))
+                continue
+            if not worked:
+                self._wait_for_work()
+
+    def _round(self) -> bool:
+        """Settle, put back, claim; False if there was nothing to do."""
+        worked = self._settle_done() + self._return_rows()
+        if self._claiming:
+            worked += self._claim()
+        self._rq.show_busy(bool(self._held))
+        return worked > 0
+
+    def _wait_for_work(self) -> None:
+        if self._held or not self._claiming or self._settings.burst:
+            self._wake.wait(_POLL_S)
+            return
+        # Wait for the queue without taking from it: from left to left moves nothing, and a job that is claimed only
+        # by the script can't be taken while work is suspended.
+        queue_key = self._rq.queue.key
+        try:
+            arrived = self._connection.blmove(queue_key, queue_key, _IDLE_BLOCK_S, "LEFT", "LEFT")
+        except redis.RedisError:
+            return  # the next round meets it again, and handles it
+        if arrived and self._connection.exists(keys.RQ_SUSPENDED):
+            self._wake.wait(_IDLE_BLOCK_S)
+
+    def _settle_done(self) -> int:
+        rows = list(self._done)
+        held = [self._held.get(row.row_id) for row in rows]
+        pairs = [(job, row) for job, row in zip(held, rows, strict=True) if job is not None]
+        verdicts = self._fences.finish([self._settler.finished(job, row) for job, row in pairs])
+        for (job, row), verdict in zip(pairs, verdicts, strict=True):
+            self._forget(row.row_id)
+            if verdict is Verdict.DONE:
+                self.num_settled += 1
+                self._rq.after_commit(job.running)
+            else:
+                logger.warning("job %s has moved on; its result from here was refused", row.row_id)
+        for _ in rows:
+            self._done.popleft()
+        return len(rows)
+
+    def _return_rows(self) -> int:
+        returned = list(self._returned)
+        writes = [self._return_write(each) for each in reversed(returned)]  # reversed: each goes to the front
+        self._fences.finish([write for write in writes if write is not None])
+        for each in returned:
+            self._forget(each.row.row_id)
+            self._returned.popleft()
+        return len(returned)
+
+    def _return_write(self, returned: Returned) -> FencedWrite | None:
+        held = self._held.get(returned.row.row_id)
+        if held is None:
+            return None
+        attempts = held.running.crashes + 1
+        if returned.failure is None or attempts < self._settings.max_crashes:
+            return self._rq.hand_back(held.running, crashed=returned.failure is not None)
+        error = ErrorInfo(
+            code=ErrorCode.INTERNAL_ERROR, message=f"failed {attempts} times, the last with: {returned.failure}"
+        )
+        body = {"id": held.request.id}
+        return self._settler.given_up(held.running, error, batch=held.batch, body=body)
+
+    def _forget(self, job_id: str) -> None:
+        with self._lock:
+            self._held.pop(job_id, None)
+
+    def _claim(self) -> int:
+        room = self._capacity - len(self._held)
+        if room <= 0:
+            return 0
+        raw_ids = self._fences.claim(
+            queue_key=self._rq.queue.key,
+            claims_key=self._claims_key,
+            lease_key=self._lease.key,
+            suspended_key=keys.RQ_SUSPENDED,
+            count=room,
+        )
+        if not raw_ids and not self._held:
+            self.queue_empty.set()
+        job_ids = readable_job_ids(self._connection, self._claims_key, raw_ids)
+        if job_ids:
+            self._start(job_ids)
+        return len(raw_ids)
+
+    def _start(self, job_ids: Sequence[str]) -> None:
+        """Read, check and tokenize claimed jobs, then start the good ones and fail the bad ones, in one round trip."""
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for job_id in job_ids:
+                pipeline.hgetall(keys.rq_job(job_id))
+            hashes = pipeline.execute()
+        writes: list[FencedWrite] = []
+        prepared: list[tuple[Held, Row] | None] = []
+        for job_id, fields in zip(job_ids, hashes, strict=True):
+            if not fields:  # deleted while it waited
+                self._connection.lrem(self._claims_key, 1, job_id)
+                continue
+            write, ready = self._prepare(job_id, fields)
+            writes.append(write)
+            prepared.append(ready)
+        for ready, verdict in zip(prepared, self._fences.start(writes), strict=True):
+            if ready is None or verdict is not Verdict.DONE:
+                continue
+            held, row = ready
+            with self._lock:
+                self._held[row.row_id] = held
+            self._on_row(row)
+
+    def _prepare(self, job_id: str, fields: dict[bytes, bytes]) -> tuple[FencedWrite, tuple[Held, Row] | None]:
+        """The write that starts or refuses a claimed job and, if it starts, the job in hand and its row."""
+        body: Any = None
+        batch: str | None = None
+        try:
+            claimed = self._rq.read(job_id, fields)
+            payload = decode_payload(claimed.data)
+            body, batch = payload.request, payload.batch
+            request = parse_request(body)
+            row = self._runner.row(request, job_id, deadline_s=_deadline_s(claimed))
+        except Rejected as rejection:
+            error = rejection.error
+        except InvalidRequest as invalid:
+            error = ErrorInfo(code=ErrorCode.INVALID_REQUEST, message=str(invalid), param=invalid.param)
+        except MalformedJob as malformed:
+            error = ErrorInfo(code=ErrorCode.INVALID_REQUEST, message=f"the job's hash can't be read: {malformed}")
+        except Exception as unforeseen:  # one bad job must not stop the others
+            logger.exception("job %s could not be prepared", job_id)
+            error = ErrorInfo(code=ErrorCode.INTERNAL_ERROR, message=f"{type(unforeseen).__name__}: {unforeseen}")
+        else:
+            running, write = self._rq.start(claimed, self._claims_key)
+            held = Held(running=running, request=request, batch=batch, started_at=datetime.now(UTC))
+            return write, (held, row)
+        return self._settler.rejected(job_id, error, batch=batch, body=body, claims_key=self._claims_key), None
+
+
+def _deadline_s(claimed: Claimed) -> float | None:
+    """RQ's timeout of a job counts from its start; -1 and none at all mean no limit."""
+    timeout_s = claimed.job.timeout
+    return time.monotonic() + timeout_s if timeout_s and timeout_s > 0 else None

@@ -1,0 +1,79 @@
+"""The thread that keeps a worker's lease and its jobs' heartbeats, and looks after those of dead workers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import redis
+
+from headrace.worker.courier import Courier
+from headrace.worker.engine.rows import now_s
+from headrace.worker.lease import Lease
+from headrace.worker.recovery import Recovery
+from headrace.worker.rq_adapter import EXECUTION_TTL_S, RqWorker, Running
+
+logger = logging.getLogger("headrace.worker")
+
+_RQ_BEAT_S = EXECUTION_TTL_S / 5
+_EXPIRED_SWEEP_S = 30.0
+
+
+class Keeper:
+    """Beats three times a lease. `on_lost` is told of each job that this worker holds no longer."""
+
+    def __init__(
+        self,
+        lease: Lease,
+        rq: RqWorker,
+        courier: Courier,
+        recovery: Recovery,
+        *,
+        lease_s: float,
+        on_lost: Callable[[Running], None],
+    ) -> None:
+        self._lease = lease
+        self._rq = rq
+        self._courier = courier
+        self._recovery = recovery
+        self._beat_s = lease_s / 3
+        self._on_lost = on_lost
+        self._rq_beat_due_s = 0.0
+        self._sweep_due_s = 0.0
+        self._halt = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+
+    def start(self) -> None:
+        """Begin to beat. The lease must be held."""
+        self._thread.start()
+
+    def leave(self) -> None:
+        """End the thread."""
+        self._halt.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._halt.is_set():
+            try:
+                self.beat()
+            except redis.RedisError as error:
+                logger.warning("a heartbeat failed: %s", error)
+            self._halt.wait(self._beat_s)
+
+    def beat(self) -> None:
+        """Renew the lease, notice lost jobs, take over those of dead workers; now and then RQ's own duties."""
+        if not self._lease.renew():
+            logger.warning("the lease had run out; jobs may have gone to other workers")
+        in_hand = self._courier.in_hand()
+        for lost in self._rq.lost(in_hand):
+            self._on_lost(lost)
+        self._recovery.take_over_dead_workers()
+        now = now_s()
+        if now >= self._rq_beat_due_s:
+            self._rq.beat(in_hand)
+            self._rq_beat_due_s = now + _RQ_BEAT_S
+        if now >= self._sweep_due_s:
+            self._recovery.take_over_expired()
+            self._rq.tidy()
+            self._sweep_due_s = now + _EXPIRED_SWEEP_S

@@ -1,0 +1,97 @@
+"""Taking over the jobs of workers that have died."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import redis
+
+from headrace.shared import keys
+from headrace.shared.errors import InvalidRequest
+from headrace.shared.job import decode_payload
+from headrace.shared.schema import ErrorCode, ErrorInfo
+from headrace.worker.fence import FencedWrite, Fences, Verdict
+from headrace.worker.lease import dead_workers
+from headrace.worker.rq_adapter import RqWorker, Running, job_id_of
+from headrace.worker.settle import Settler
+
+logger = logging.getLogger("headrace.worker")
+
+
+def readable_job_ids(connection: redis.Redis, claims_key: str, raw_ids: Sequence[bytes | str]) -> list[str]:
+    """The ids of a claim list as text. What can't be a job's id is dropped from the list: no job can be found by it."""
+    job_ids: list[str] = []
+    for raw in raw_ids:
+        if (job_id := job_id_of(raw)) is not None:
+            job_ids.append(job_id)
+        else:
+            logger.warning("dropped %r from the queue: a job id has letters, digits, '_' and '-' only", raw[:80])
+            connection.lrem(claims_key, 0, raw)  # type: ignore[arg-type]  # bytes go out as they are
+    return job_ids
+
+
+class Recovery:
+    """Every worker runs one. No lock is needed: each job changes hands through its fence, so it does so once."""
+
+    def __init__(
+        self, connection: redis.Redis, rq: RqWorker, fences: Fences, settler: Settler, *, max_crashes: int
+    ) -> None:
+        self._connection = connection
+        self._rq = rq
+        self._fences = fences
+        self._settler = settler
+        self._max_crashes = max_crashes
+
+    def take_over_dead_workers(self) -> int:
+        """Put the jobs of dead workers back into their queues; returns how many."""
+        count = 0
+        for worker in dead_workers(self._connection):
+            if worker == self._rq.name:
+                continue
+            taken = self.give_back_claims(worker)
+            taken += self._return(self._rq.executions_of(worker))
+            self._rq.forget_worker(worker)
+            self._connection.srem(keys.WORKERS, worker)
+            if taken:
+                logger.warning("worker %s is gone; put %d of its jobs back into the queue", worker, taken)
+            count += taken
+        return count
+
+    def take_over_expired(self) -> int:
+        """Put jobs back of which nothing was heard for long: of stock workers, or of all of ours at once."""
+        count = self._return(self._rq.expired_executions())
+        if count:
+            logger.warning("put %d jobs back into the queue: no worker has spoken for them", count)
+        return count
+
+    def give_back_claims(self, worker: str) -> int:
+        """Put the jobs back that a worker has claimed and not started."""
+        claims_key = keys.claims(worker)
+        job_ids = readable_job_ids(self._connection, claims_key, self._connection.lrange(claims_key, 0, -1))
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for job_id in job_ids:
+                pipeline.hget(keys.rq_job(job_id), "origin")
+            origins = pipeline.execute()
+        claims = [
+            (claims_key, job_id, keys.rq_job(job_id), keys.rq_queue((origin or b"").decode() or self._rq.queue.name))
+            for job_id, origin in zip(job_ids, origins, strict=True)
+        ]
+        return sum(verdict is Verdict.DONE for verdict in self._fences.unclaim(list(reversed(claims))))
+
+    def _return(self, jobs: Sequence[Running]) -> int:
+        verdicts = self._fences.finish([self._write(job) for job in reversed(jobs)])
+        return sum(verdict is Verdict.DONE for verdict in verdicts)
+
+    def _write(self, running: Running) -> FencedWrite:
+        crashes = running.crashes + 1
+        if crashes < self._max_crashes:
+            return self._rq.hand_back(running, crashed=True)
+        text = f"{crashes} workers died while running this job; it is not tried again"
+        try:
+            payload = decode_payload(running.data)
+            body, batch = payload.request, payload.batch
+        except InvalidRequest:
+            body, batch = None, None
+        error = ErrorInfo(code=ErrorCode.WORKER_LOST, message=text)
+        return self._settler.given_up(running, error, batch=batch, body=body)

@@ -1,0 +1,339 @@
+"""RQ seen from the worker: the only module that touches RQ's worker internals (pinned to rq 3.0).
+
+It keeps RQ's own bookkeeping right, so that `rq info`, the dashboards and the registries tell the truth, and it
+leaves out what a queue must not be able to ask of a worker: no callback or function is imported, nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import redis
+from redis.client import Pipeline, PubSub, PubSubWorkerThread
+from rq import Queue
+from rq.command import parse_payload
+from rq.defaults import DEFAULT_FAILURE_TTL, DEFAULT_RESULT_TTL
+from rq.executions import Execution
+from rq.job import Job, JobStatus, validate_job_id
+from rq.rate_limit import release_slot
+from rq.registry import BaseRegistry, FailedJobRegistry, FinishedJobRegistry, ReadyJobRegistry
+from rq.results import Result as RqResult
+from rq.serializers import JSONSerializer
+from rq.utils import now, parse_composite_key, utcformat
+from rq.worker.base import BaseWorker, WorkerStatus
+from rq.worker_registration import clean_worker_registry
+
+from headrace.shared import keys
+from headrace.shared.connection import as_text
+from headrace.worker.fence import Command, FencedWrite, Fences, commands_of
+
+# How long RQ believes in a job without hearing of it: the fallback for when no headrace worker is alive.
+EXECUTION_TTL_S = 90
+CRASHES_FIELD = "headrace_crashes"
+_MAINTENANCE_INTERVAL_S = 600
+
+logger = logging.getLogger("headrace.worker")
+
+
+class MalformedJob(Exception):
+    """A job's hash can't be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A started job: RQ's job and execution, its call as stored, and how often a worker died with it."""
+
+    job: Job
+    execution: Execution
+    data: bytes
+    crashes: int
+
+    @property
+    def job_id(self) -> str:
+        return str(self.job.id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claimed:
+    """A claimed job, read from its hash."""
+
+    job: Job
+    data: bytes
+    crashes: int
+
+
+def job_id_of(raw: bytes | str) -> str | None:
+    """A queue's entry as a job id, or None if RQ could not have written it."""
+    try:
+        job_id = as_text(raw)
+        validate_job_id(job_id)
+    except ValueError:
+        return None
+    return job_id
+
+
+class RqWorker(BaseWorker):  # type: ignore[misc]
+    """A worker as RQ knows it: registered, heard of, with many executions at once. It runs nothing itself.
+
+    `on_stop(job_id)` and `on_shutdown()` are called from RQ's pub/sub thread, for its `stop-job`, `stop-execution` and
+    `shutdown` commands.
+    """
+
+    def __init__(
+        self,
+        queue: str,
+        name: str,
+        connection: redis.Redis,
+        fences: Fences,
+        *,
+        on_stop: Callable[[str], None],
+        on_shutdown: Callable[[], None],
+    ) -> None:
+        super().__init__([queue], name=name, connection=connection, serializer=JSONSerializer)
+        self._fences = fences
+        self._on_stop = on_stop
+        self._on_shutdown = on_shutdown
+        self.queue: Queue = self.queues[0]
+
+    # Registration
+
+    def enter(self) -> None:
+        """Register with RQ and listen for its commands."""
+        self.bootstrap(logging_level=logging.WARNING)
+
+    def leave(self) -> None:
+        """Sign off."""
+        self.teardown()
+
+    def show_busy(self, busy: bool) -> None:
+        """Set the state that `rq info` shows."""
+        state = WorkerStatus.BUSY if busy else WorkerStatus.IDLE
+        if self.get_state() != state:
+            self.set_state(state)
+
+    def handle_payload(self, message: Mapping[str, Any]) -> None:
+        """One of RQ's commands from the pub/sub channel. Stock RQ would stop the first execution that it finds."""
+        try:
+            payload = parse_payload(message)
+            command = payload.get("command")
+        except (ValueError, KeyError, AttributeError):
+            logger.warning("ignored a malformed command on %s", self.pubsub_channel_name)
+            return
+        if command in ("stop-job", "stop-execution"):
+            self._on_stop(str(payload.get("job_id", "")))
+        elif command == "shutdown":
+            self._on_shutdown()
+
+    def subscribe(self) -> None:
+        """Listen for RQ's commands; as stock RQ does, but with a thread that ends when it is asked to."""
+        self.pubsub = self.connection.pubsub()
+        self.pubsub.subscribe(**{self.pubsub_channel_name: self.handle_payload})
+        self.pubsub_thread = self.pubsub.run_in_thread(
+            sleep_time=0.2, daemon=True, exception_handler=self._pubsub_exception_handler
+        )
+
+    def _pubsub_exception_handler(self, exc: Exception, pubsub: PubSub, pubsub_thread: PubSubWorkerThread) -> None:
+        """Whatever happens to the connection, listen on: redis-py subscribes anew when the server is back."""
+        logger.warning("listening for commands failed, trying again: %s", exc)
+        time.sleep(1.0)
+
+    def _set_connection(self, connection: redis.Redis) -> redis.Redis:
+        """Stock RQ raises the socket timeout to minutes; a worker with a lease must notice a dead server sooner."""
+        return connection
+
+    # Claiming and starting
+
+    def read(self, job_id: str, fields: Mapping[bytes, bytes]) -> Claimed:
+        """A job from its hash. Raises MalformedJob if RQ can't make a job of it.
+
+        RQ's job is made without the call: RQ would inflate it without a limit, and has no business with it here.
+        """
+        try:
+            job = Job(job_id, connection=self.connection, serializer=JSONSerializer)
+            job.restore({**fields, b"data": b""})
+            job.origin = self.queue.name
+            crashes = int(fields.get(CRASHES_FIELD.encode(), b"0"))
+            return Claimed(job=job, data=fields.get(b"data", b""), crashes=crashes)
+        except Exception as error:  # RQ raises whatever the field's parser does
+            raise MalformedJob(f"{type(error).__name__}: {error}".removesuffix(": ")) from None
+
+    def start(self, claimed: Claimed, claims_key: str) -> tuple[Running, FencedWrite]:
+        """The write that starts a claimed job, and the job as it will be when that is done."""
+        job, record = claimed.job, self._fences.record()
+        execution = Execution.create(job, EXECUTION_TTL_S, pipeline=record, worker_name=self.name)
+        job.prepare_for_execution(self.name, pipeline=record)
+        record.persist(job.key)
+        write = FencedWrite(fence=claims_key, member=job.id, job_key=job.key, commands=commands_of(record))
+        return Running(job=job, execution=execution, data=claimed.data, crashes=claimed.crashes), write
+
+    def reject(self, job_id: str, message: str, claims_key: str, extra: Sequence[Command]) -> FencedWrite:
+        """The write that fails a claimed job that never starts: RQ's bookkeeping, then `extra`."""
+        job = Job(job_id, connection=self.connection, serializer=JSONSerializer)
+        job.origin = self.queue.name
+        record = self._fences.record()
+        self._record_failure(job, None, JobStatus.FAILED, message, record)
+        commands = [*commands_of(record), *extra]
+        return FencedWrite(fence=claims_key, member=job_id, job_key=job.key, commands=commands)
+
+    # Finishing
+
+    def succeed(self, running: Running, return_value: Any, extra: Sequence[Command]) -> FencedWrite:
+        """The write that ends a job well: RQ's bookkeeping, then `extra`. RQ keeps only the small `return_value`."""
+        job, record = running.job, self._fences.record()
+        job.ended_at = now()
+        ttl = job.get_result_ttl(DEFAULT_RESULT_TTL)
+        if ttl == 0:
+            job.delete(pipeline=record, remove_from_queue=False)
+        else:
+            job.set_status(JobStatus.FINISHED, pipeline=record)
+            record.hset(job.key, "ended_at", utcformat(job.ended_at))
+            RqResult.create(
+                job, RqResult.Type.SUCCESSFUL, return_value=return_value, **self._outcome(running, ttl, record)
+            )
+            job.finished_job_registry.add(job, ttl, record)
+            job.cleanup(ttl, pipeline=record, remove_from_queue=False)
+        job._status = JobStatus.FINISHED
+        self.increment_successful_job_count(pipeline=record)
+        self.increment_total_working_time(job.ended_at - job.started_at, record)
+        running.execution.delete(job=job, pipeline=record)
+        return self._finish_write(running, [*commands_of(record), *extra])
+
+    def fail(self, running: Running, message: str, extra: Sequence[Command], *, stopped: bool = False) -> FencedWrite:
+        """The write that ends a job badly, or as stopped on request: RQ's bookkeeping, then `extra`."""
+        record = self._fences.record()
+        running.job.ended_at = now()
+        status = JobStatus.STOPPED if stopped else JobStatus.FAILED
+        self._record_failure(running.job, running, status, message, record)
+        if running.job.started_at:
+            self.increment_total_working_time(running.job.ended_at - running.job.started_at, record)
+        running.execution.delete(job=running.job, pipeline=record)
+        return self._finish_write(running, [*commands_of(record), *extra])
+
+    def hand_back(self, running: Running, *, crashed: bool = False) -> FencedWrite:
+        """The write that puts a running job back at the front of its queue, as if it had never been started."""
+        job, record = running.job, self._fences.record()
+        running.execution.delete(job=job, pipeline=record)
+        record.hset(job.key, mapping={"status": JobStatus.QUEUED, "started_at": "", "worker_name": ""})
+        if crashed:
+            record.hincrby(job.key, CRASHES_FIELD, 1)
+        record.lpush(Queue.redis_queue_namespace_prefix + job.origin, job.id)
+        return self._finish_write(running, commands_of(record))
+
+    def after_commit(self, running: Running) -> None:
+        """What RQ does once an outcome is stored: let dependents run and free a rate limit's slot."""
+        if self.connection.exists(running.job.dependents_key):
+            self.queue.enqueue_dependents(running.job)
+        if running.job.has_rate_limit:
+            release_slot(running.job)
+
+    def _record_failure(
+        self, job: Job, running: Running | None, status: JobStatus, message: str, record: Pipeline
+    ) -> None:
+        ttl = job.failure_ttl if job.failure_ttl is not None else DEFAULT_FAILURE_TTL
+        job.set_status(status, pipeline=record)
+        record.hset(job.key, "ended_at", utcformat(now()))
+        # Not FailedJobRegistry.add: it would write the whole hash again, which a malformed job does not have.
+        BaseRegistry.add(FailedJobRegistry(queue=self.queue), job, ttl, record)
+        outcome = self._outcome(running, ttl, record) if running else {"ttl": ttl, "pipeline": record}
+        RqResult.create_failure(job, exc_string=message, **outcome)
+        self.increment_failed_job_count(pipeline=record)
+
+    def _outcome(self, running: Running, ttl: int, record: Pipeline) -> dict[str, Any]:
+        """The arguments that both kinds of RQ's results share."""
+        return {
+            "ttl": ttl,
+            "worker_name": self.name,
+            "pipeline": record,
+            "execution_id": running.execution.id,
+            "execution_started_at": running.execution.created_at,
+            "execution_ended_at": running.job.ended_at,
+        }
+
+    def _finish_write(self, running: Running, commands: Sequence[Command]) -> FencedWrite:
+        job, execution = running.job, running.execution
+        return FencedWrite(
+            fence=job.started_job_registry.key, member=execution.composite_key, job_key=job.key, commands=commands
+        )
+
+    # Heartbeats and recovery
+
+    def beat(self, running: Sequence[Running]) -> None:
+        """Tell RQ that the worker and its jobs are alive. Call it several times within EXECUTION_TTL_S."""
+        with self.connection.pipeline(transaction=False) as pipeline:
+            self.heartbeat(pipeline=pipeline)
+            for each in running:
+                each.execution.heartbeat(each.job.started_job_registry, EXECUTION_TTL_S, pipeline=pipeline)
+            is_new = pipeline.execute()[0]
+        if is_new:  # the hash had expired; a heartbeat alone would leave a stub
+            self.connection.hset(self.key, mapping=self.serialize())
+            self.connection.hset(self.key, "state", self.get_state())
+            self.connection.sadd(self.redis_workers_keys, self.key)
+
+    def lost(self, running: Sequence[Running]) -> list[Running]:
+        """Those of `running` that this worker no longer holds: taken over, deleted or cancelled by others."""
+        with self.connection.pipeline(transaction=False) as pipeline:
+            for each in running:
+                pipeline.zscore(each.job.started_job_registry.key, each.execution.composite_key)
+                pipeline.hget(each.job.key, "status")
+            answers = iter(pipeline.execute())
+        return [
+            each
+            for each, score, status in zip(running, answers, answers, strict=False)
+            if score is None or status != b"started"
+        ]
+
+    def executions_of(self, worker: str) -> list[Running]:
+        """The jobs that another worker has in hand."""
+        members = self.connection.smembers(f"rq:worker:{worker}:executions")
+        return self._read_executions([as_text(member) for member in members], worker)
+
+    def expired_executions(self) -> list[Running]:
+        """The queue's jobs of which RQ has heard nothing for EXECUTION_TTL_S."""
+        expired = self.connection.zrangebyscore(f"rq:wip:{self.queue.name}", 0, datetime.now(UTC).timestamp())
+        return self._read_executions([as_text(member) for member in expired], "")
+
+    def forget_worker(self, worker: str) -> None:
+        """Remove a dead worker from RQ's registers once its jobs are taken over."""
+        key = f"rq:worker:{worker}"
+        with self.connection.pipeline() as pipeline:
+            pipeline.srem("rq:workers", key)
+            pipeline.srem(f"rq:workers:{self.queue.name}", key)
+            pipeline.delete(key, f"{key}:executions")
+            pipeline.execute()
+
+    def tidy(self) -> None:
+        """RQ's periodic cleaning, one worker at a time, without the parts that can lose or double a job.
+
+        Left out: the cleanup of started jobs (it imports callbacks that a job names, and two at once requeue a job
+        twice; ours is the takeover) and of the intermediate queue (ours are the claim lists).
+        """
+        if not self.should_run_maintenance_tasks:
+            return
+        self.last_cleaned_at = now()
+        if self.queue.acquire_maintenance_lock():
+            for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
+                registry(queue=self.queue).cleanup()
+            clean_worker_registry(self.queue)
+            self.queue.release_maintenance_lock()
+
+    def _read_executions(self, members: Sequence[str], worker: str) -> list[Running]:
+        found: list[Running] = []
+        for member in members:
+            try:
+                job_id, execution_id = parse_composite_key(member)
+                fields = self.connection.hgetall(keys.rq_job(job_id))
+                claimed = self.read(job_id, fields)
+                claimed.job.origin = as_text(fields.get(b"origin", b"")) or self.queue.name
+            except (MalformedJob, ValueError):
+                self.connection.zrem(f"rq:wip:{self.queue.name}", member)  # nothing is left to run
+                continue
+            execution = Execution(
+                execution_id, job_id, self.connection, worker_name=worker or claimed.job.worker_name or ""
+            )
+            found.append(Running(job=claimed.job, execution=execution, data=claimed.data, crashes=claimed.crashes))
+        return found

@@ -1,0 +1,129 @@
+"""The bridge between requests and engine rows: text becomes tokens on the way in, tokens text on the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace.shared.errors import InvalidRequest
+from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason, Message, Output, Request, Timing, Usage
+from headrace.worker.engine.rows import Row
+from headrace.worker.engine.sampling import SamplingParams, noise_key
+from headrace.worker.engine.stopping import StopParams, StopStrings
+
+
+class TokenStream(Protocol):
+    """Incremental decoding of one row."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes."""
+
+
+class Codec(Protocol):
+    """Between text and token ids; headrace.worker.models.TextCodec is one."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def encode_prompt(self, text: str) -> list[int]: ...
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def stream(self) -> TokenStream: ...
+
+
+class Rejected(Exception):
+    """A request that this worker can't run; `error` is what its result will say."""
+
+    def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.error = ErrorInfo(code=code, message=message, param=param)
+
+
+class Runner:
+    """Makes rows of requests for one model, and outputs of finished rows."""
+
+    def __init__(self, codec: Codec, *, model_name: str, max_context: int) -> None:
+        self._codec = codec
+        self._max_context = max_context
+        self.model_name = model_name
+
+    def row(self, request: Request, job_id: str, *, deadline_s: float | None = None) -> Row:
+        """The row that answers `request`. `deadline_s` is on time.monotonic's clock. Raises Rejected."""
+        if request.model not in (None, self.model_name):
+            text = f"the request asks for model {request.model!r}; this worker serves {self.model_name!r}"
+            raise Rejected(ErrorCode.MODEL_MISMATCH, text, "model")
+        prompt_ids = self._prompt_ids(request)
+        stopping = StopParams(
+            max_tokens=min(request.max_tokens, self._max_context - len(prompt_ids)),
+            min_tokens=request.min_tokens,
+            eos_ids=frozenset() if request.ignore_eos else self._codec.eos_token_ids,
+            stop_ids=frozenset(request.stop_token_ids),
+        )
+        sampling = SamplingParams(
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            min_p=request.min_p,
+            noise_key=noise_key(job_id if request.seed is None else request.seed),
+        )
+        strings = None
+        if request.stop:
+            strings = StopStrings(tuple(request.stop), self._codec.stream().push, request.min_tokens)
+        return Row(
+            row_id=job_id,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            stopping=stopping,
+            strings=strings,
+            deadline_s=deadline_s,
+        )
+
+    def output(self, row: Row) -> Output:
+        """What a finished row came to."""
+        assert row.finish is not None
+        stopped_by = row.finish.stopped_by
+        if isinstance(stopped_by, str) and row.strings is not None:
+            text = row.strings.text
+        else:
+            ended_by_token = row.finish.reason is FinishReason.STOP
+            text = self._codec.decode(row.token_ids[:-1] if ended_by_token else row.token_ids)
+        return Output(text=text, token_ids=row.token_ids, finish_reason=row.finish.reason, stop_reason=stopped_by)
+
+    def _prompt_ids(self, request: Request) -> list[int]:
+        try:
+            if request.messages is not None:
+                param, ids = "messages", self._codec.encode_chat(request.messages)
+            elif isinstance(request.prompt, str):
+                param, ids = "prompt", self._codec.encode_prompt(request.prompt)
+            else:
+                param, ids = "prompt", list(request.prompt or ())
+        except InvalidRequest as error:
+            raise Rejected(ErrorCode.INVALID_REQUEST, str(error), error.param) from None
+        if not ids:
+            raise Rejected(ErrorCode.INVALID_REQUEST, f"{param} has no tokens", param)
+        if len(ids) >= self._max_context:
+            text = (
+                f"the prompt has {len(ids):,} tokens; the context holds {self._max_context:,} "
+                "and needs one free to generate"
+            )
+            raise Rejected(ErrorCode.PROMPT_TOO_LONG, text, param)
+        if max(ids) >= self._codec.vocab_size:
+            text = f"prompt has the token id {max(ids)}; the model's vocabulary ends at {self._codec.vocab_size - 1}"
+            raise Rejected(ErrorCode.INVALID_REQUEST, text, param)
+        return ids
+
+
+def usage(row: Row) -> Usage:
+    """Tokens that a row took and made."""
+    return Usage(prompt_tokens=len(row.prompt_ids), completion_tokens=len(row.token_ids))
+
+
+def timing(row: Row, queued_s: float) -> Timing:
+    """Where a row's time went; zeros for a row that never reached the model."""
+    admitted = row.admitted_at_s > 0
+    return Timing(
+        queued_s=round(max(0.0, queued_s), 6),
+        prefill_s=round(row.first_token_at_s - row.admitted_at_s, 6) if admitted else 0.0,
+        decode_s=round(max(0.0, row.finished_at_s - row.first_token_at_s), 6) if admitted else 0.0,
+    )

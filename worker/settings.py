@@ -1,0 +1,59 @@
+"""A worker's settings: checked once, then passed in and never changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.shared.environment import DEFAULT_RESULT_TTL_S
+from headrace.shared.errors import SettingsError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+DEVICES = ("auto", "cpu", "cuda")
+MIN_LEASE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What decides the engine's shape. None means: chosen to fit the model and the machine."""
+
+    model: str
+    slots: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_context: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots is not None and self.slots < 1:
+            raise SettingsError(f"--slots is {self.slots}; it needs at least 1")
+        if self.max_context is not None and self.max_context < 2:
+            raise SettingsError(f"--max-context is {self.max_context}; it needs at least 2: a prompt and an answer")
+        if self.dtype not in DTYPES:
+            raise SettingsError(f"--dtype is {self.dtype!r}; allowed are {', '.join(DTYPES)}")
+        if self.device.partition(":")[0] not in DEVICES:
+            raise SettingsError(f"--device is {self.device!r}; allowed are {', '.join(DEVICES)} and cuda:N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueSettings:
+    """How a worker behaves on the queue; without a name, the queue of its model. Times in seconds.
+
+    A worker that has not renewed its lease for `lease_s` counts as dead and its jobs go to others. After SIGTERM the
+    running jobs have `drain_timeout_s` to finish. `burst` ends the worker when the queue is empty.
+    """
+
+    queue: str | None = None
+    lease_s: float = 30.0
+    drain_timeout_s: float = 60.0
+    burst: bool = False
+    result_ttl_s: int = DEFAULT_RESULT_TTL_S
+    max_crashes: int = 3
+
+    def __post_init__(self) -> None:
+        if self.lease_s < MIN_LEASE_S:
+            raise SettingsError(f"--lease is {self.lease_s:g} s; it needs at least {MIN_LEASE_S:g} s")
+        if self.drain_timeout_s < 0:
+            raise SettingsError(f"--drain-timeout is {self.drain_timeout_s:g} s; it can't be negative")
+        if self.result_ttl_s < 1:
+            raise SettingsError(f"--result-ttl is {self.result_ttl_s} s; it needs at least 1 s")
+        if self.queue == "":
+            raise SettingsError("--queue is empty; give the name of a queue")

@@ -1,0 +1,113 @@
+"""What becomes of a job: from a finished row, a refusal or a lost worker to its result and the write that stores it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from headrace.shared import keys
+from headrace.shared.outcome import outcome_commands
+from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason, Request, Result
+from headrace.worker.engine.rows import Row
+from headrace.worker.fence import FencedWrite
+from headrace.worker.rq_adapter import RqWorker, Running
+from headrace.worker.runner import Runner, timing, usage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A job that this worker has started and not settled."""
+
+    running: Running
+    request: Request
+    batch: str | None
+    started_at: datetime
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds that the job waited in the queue."""
+        enqueued_at = self.running.job.enqueued_at
+        return (self.started_at - enqueued_at).total_seconds() if enqueued_at else 0.0
+
+
+_ENDINGS = {
+    FinishReason.CANCELLED: ErrorInfo(code=ErrorCode.CANCELLED, message="cancelled while running; the text is partial"),
+    FinishReason.TIMEOUT: ErrorInfo(code=ErrorCode.TIMEOUT, message="ran out of its time; the text is partial"),
+}
+
+
+class Settler:
+    """Builds results and the fenced writes that store them. It writes nothing itself."""
+
+    def __init__(self, rq: RqWorker, runner: Runner, *, result_ttl_s: int) -> None:
+        self._rq = rq
+        self._runner = runner
+        self._ttl_s = result_ttl_s
+
+    def finished(self, held: Held, row: Row) -> FencedWrite:
+        """The write for a row that is done, well or not."""
+        result = self.result(held, row)
+        extra = outcome_commands(result, self._ttl_s)
+        if result.error is None:
+            return self._rq.succeed(held.running, _return_value(result), extra)
+        stopped = result.error.code is ErrorCode.CANCELLED
+        return self._rq.fail(held.running, _describe(result.error), extra, stopped=stopped)
+
+    def result(self, held: Held, row: Row) -> Result:
+        """The result of a row that is done."""
+        assert row.finish is not None
+        error = _ENDINGS.get(row.finish.reason)
+        if row.error is not None:
+            error = ErrorInfo(code=ErrorCode.INTERNAL_ERROR, message=row.error)
+        return Result(
+            id=held.request.id,
+            job_id=row.row_id,
+            batch=held.batch,
+            model=self._runner.model_name,
+            outputs=[] if row.error is not None else [self._runner.output(row)],
+            usage=usage(row),
+            timing=timing(row, held.queued_s),
+            worker=self._rq.name,
+            attempt=held.running.crashes + 1,
+            error=error,
+            metadata=held.request.metadata,
+        )
+
+    def rejected(self, job_id: str, error: ErrorInfo, *, batch: str | None, body: Any, claims_key: str) -> FencedWrite:
+        """The write for a claimed job that can't be run. `body` is its request as far as it could be read."""
+        result = self._without_output(job_id, error, batch=batch, body=body)
+        return self._rq.reject(job_id, _describe(error), claims_key, outcome_commands(result, self._ttl_s))
+
+    def given_up(self, running: Running, error: ErrorInfo, *, batch: str | None, body: Any) -> FencedWrite:
+        """The write for a running job that is not tried again."""
+        attempt = running.crashes + 1
+        result = self._without_output(running.job_id, error, batch=batch, body=body, attempt=attempt)
+        return self._rq.fail(running, _describe(error), outcome_commands(result, self._ttl_s))
+
+    def _without_output(
+        self, job_id: str, error: ErrorInfo, *, batch: str | None, body: Any, attempt: int = 1
+    ) -> Result:
+        request_id = body.get("id") if isinstance(body, dict) else None
+        return Result(
+            id=request_id if isinstance(request_id, str) else None,
+            job_id=job_id,
+            batch=batch,
+            model=self._runner.model_name,
+            worker=self._rq.name,
+            attempt=attempt,
+            error=error,
+        )
+
+
+def _return_value(result: Result) -> dict[str, Any]:
+    """What RQ keeps as the job's return value: small, and where to find the rest."""
+    return {
+        "result": keys.result(result.job_id),
+        "finish_reasons": [output.finish_reason.value for output in result.outputs],
+        "completion_tokens": result.usage.completion_tokens if result.usage else 0,
+    }
+
+
+def _describe(error: ErrorInfo) -> str:
+    return f"{error.code.value}: {error.message}"

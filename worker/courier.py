@@ -86,6 +86,7 @@ class Courier:
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
         self.queue_empty = threading.Event()  # the last look found nothing, and nothing is in hand
         self.num_settled = 0
+        self.num_looks = 0  # into the queue
 
     # Called by other threads
 
@@ -244,6 +245,7 @@ class Courier:
             suspended_key=keys.RQ_SUSPENDED,
             count=room,
         )
+        self.num_looks += 1
         if not raw_ids and not self._held:
             self.queue_empty.set()
         job_ids = readable_job_ids(self._connection, self._claims_key, raw_ids)

@@ -1,0 +1,153 @@
+"""A BatchWorker in a thread of the test, on an engine whose model has no weights: fast, and every text is predictable.
+
+Tokens are bytes. The fake model continues each prompt with its last byte plus one, plus one, … so that "a" gives
+"bcd…". Its steps can be held up, so that a test decides how far a job has come.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+import torch
+from torch import Tensor
+
+from headrace.producer import Producer
+from headrace.shared.schema import Message
+from headrace.worker.batch_worker import BatchWorker
+from headrace.worker.engine.config import ModelConfig
+from headrace.worker.engine.generate import Engine
+from headrace.worker.engine.kv_cache import KVCache
+from headrace.worker.runner import Runner
+from headrace.worker.settings import QueueSettings
+
+MODEL = "fake"
+QUEUE = "headrace-fake"
+VOCAB = 257
+EOS = 256
+DEADLINE_S = 20.0
+
+
+def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """The condition's value once it is true. Fails the test at the deadline."""
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"waited {deadline_s:g} s in vain for: {what}"
+        time.sleep(0.005)
+    return value
+
+
+class SuccessorModel:
+    """The next token is the last one plus one. `gate` is passed at every step; clear it to hold the engine up."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.rows_of_steps: list[int] = []
+        self.fail_with: Exception | None = None
+
+    def prefill(self, token_ids: Tensor, lengths: Tensor, cache: KVCache, first_slot: int) -> Tensor:
+        last = token_ids[torch.arange(len(lengths)), lengths - 1]
+        return self._logits(last)
+
+    def decode_step(self, token_ids: Tensor, positions: Tensor, longest: int, cache: KVCache) -> Tensor:
+        assert self.gate.wait(DEADLINE_S)
+        self.rows_of_steps.append(len(token_ids))
+        if self.fail_with is not None:
+            raise self.fail_with
+        return self._logits(token_ids)
+
+    def _logits(self, last: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot((last + 1) % 256, VOCAB).float() * 50
+
+
+class ByteCodec:
+    """Text as its UTF-8 bytes."""
+
+    eos_token_ids = frozenset({EOS})
+    vocab_size = VOCAB
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        return list("\n".join(message.text() for message in messages).encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(i for i in token_ids if i < 256).decode(errors="ignore")
+
+    def stream(self) -> ByteCodec:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return chr(token_id)
+
+
+class WorkerThread:
+    """One running worker."""
+
+    def __init__(self, connection: redis.Redis, *, slots: int, max_context: int, **settings: Any) -> None:
+        self.model = SuccessorModel()
+        config = ModelConfig(
+            vocab_size=VOCAB,
+            hidden_size=4,
+            intermediate_size=4,
+            num_layers=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=4,
+            max_positions=max_context,
+            norm_eps=1e-5,
+            rope_theta=1e4,
+        )
+        cache = KVCache(
+            config, num_slots=slots, max_context=max_context, dtype=torch.float32, device=torch.device("cpu")
+        )
+        runner = Runner(ByteCodec(), model_name=MODEL, max_context=max_context)
+        settings = {"lease_s": 2.0, "drain_timeout_s": DEADLINE_S, **settings}
+        self.worker = BatchWorker(connection, Engine(self.model, cache), runner, QueueSettings(**settings))
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.worker.run()
+        except BaseException as error:
+            self.error = error
+
+    def join(self) -> None:
+        """Wait for the worker's end; raise what it raised."""
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "the worker did not stop"
+        if self.error is not None:
+            raise self.error
+
+
+@contextmanager
+def running_worker(
+    connection: redis.Redis, *, slots: int = 4, max_context: int = 64, **settings: Any
+) -> Iterator[WorkerThread]:
+    """A worker that is stopped at the end of the block."""
+    running = WorkerThread(connection, slots=slots, max_context=max_context, **settings)
+    try:
+        yield running
+    finally:
+        running.model.gate.set()
+        running.worker.ask_to_stop()
+        running.join()
+
+
+def producer_for(connection: redis.Redis) -> Producer:
+    """A producer for the fake model's queue."""
+    return Producer(connection=connection, model=MODEL)
+
+
+def successors(prompt: str, count: int) -> str:
+    """The text that the fake model gives."""
+    last = prompt.encode()[-1]
+    return bytes((last + 1 + i) % 256 for i in range(count)).decode(errors="ignore")

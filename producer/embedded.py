@@ -12,6 +12,7 @@ from types import TracebackType
 
 import redis
 
+from headrace.producer.child import start_child
 from headrace.shared.errors import ServerUnavailable, SettingsError
 
 START_TIMEOUT_S = 20.0
@@ -111,10 +112,7 @@ class EmbeddedServer:
         }
         command = [program, *(part for option in options.items() for part in option)]
         with self._path("server.log").open("wb") as log:
-            # A session of its own: Ctrl-C is for us, and we stop the server when all else has ended.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            self._process = start_child(command, log=log)
 
     def _wait_until_it_answers(self) -> None:
         assert self._process is not None

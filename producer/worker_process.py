@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from types import TracebackType
 
+from headrace.producer.child import start_child
 from headrace.shared import environment
 from headrace.shared.errors import HeadraceError, SettingsError
 
@@ -38,15 +39,7 @@ class WorkerProcess:
 
     def __enter__(self) -> WorkerProcess:
         self._log = tempfile.TemporaryFile(prefix="headrace-worker-")
-        # A session of its own: Ctrl-C is for us, and we stop the worker in our own time.
-        self._process = subprocess.Popen(
-            self._command,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
+        self._process = start_child(self._command, log=self._log, environment=self._environment)
         return self
 
     def __exit__(

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 
 from headrace.worker.engine.config import ModelConfig
 from headrace.worker.engine.generate import Engine
-from headrace.worker.engine.kv_cache import KVCache
-from headrace.worker.engine.placement import choose_device, choose_dtype, choose_max_context, choose_slots
+from headrace.worker.engine.placement import (
+    choose_device,
+    choose_dtype,
+    choose_max_context,
+    choose_slots,
+    make_cache,
+)
 from headrace.worker.engine.weights import load_decoder
 from headrace.worker.models import TextCodec, resolve
 from headrace.worker.runner import Runner
@@ -36,7 +41,7 @@ def load(settings: EngineSettings) -> Loaded:
     codec = TextCodec.load(files.folder)
     model = load_decoder(files.folder, config, max_context=max_context, dtype=dtype, device=device)
     slots = choose_slots(settings.slots, config, max_context=max_context, dtype=dtype, device=device)
-    cache = KVCache(config, num_slots=slots, max_context=max_context, dtype=dtype, device=device)
+    cache = make_cache(config, num_slots=slots, max_context=max_context, dtype=dtype, device=device)
     logger.info(
         "model %s in %s on %s: %d slots of %s positions, KV cache %s MiB "
         "(a position takes 2 x %d layers x %d heads x %d x %d bytes)",

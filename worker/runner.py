@@ -41,10 +41,14 @@ class Rejected(Exception):
 
 
 class Runner:
-    """Makes rows of requests for one model, and outputs of finished rows."""
+    """Makes rows of requests for one model, and outputs of finished rows.
 
-    def __init__(self, codec: Codec, *, model_name: str, max_context: int) -> None:
+    `vocab_size` is the model's, if it is known: a tokenizer may have more tokens than the model was made with.
+    """
+
+    def __init__(self, codec: Codec, *, model_name: str, max_context: int, vocab_size: int | None = None) -> None:
         self._codec = codec
+        self._vocab_size = min(codec.vocab_size, vocab_size or codec.vocab_size)
         self._max_context = max_context
         self.model_name = model_name
 
@@ -108,8 +112,8 @@ class Runner:
                 "and needs one free to generate"
             )
             raise Rejected(ErrorCode.PROMPT_TOO_LONG, text, param)
-        if max(ids) >= self._codec.vocab_size:
-            text = f"prompt has the token id {max(ids)}; the model's vocabulary ends at {self._codec.vocab_size - 1}"
+        if max(ids) >= self._vocab_size:
+            text = f"{param} has the token id {max(ids)}; the model's vocabulary ends at {self._vocab_size - 1}"
             raise Rejected(ErrorCode.INVALID_REQUEST, text, param)
         return ids
 

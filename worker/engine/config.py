@@ -73,18 +73,18 @@ class ModelConfig:
     def from_fields(cls, fields: Mapping[str, Any]) -> ModelConfig:
         """From config.json's fields, as transformers 4 or 5 writes them. Raises KeyError, ValueError or ModelError."""
         _check_supported(fields)
-        heads = int(fields["num_attention_heads"])
-        hidden = int(fields["hidden_size"])
+        heads = _size(fields, "num_attention_heads")
+        hidden = _size(fields, "hidden_size")
         rope = _rope_fields(fields)
         config = cls(
-            vocab_size=int(fields["vocab_size"]),
+            vocab_size=_size(fields, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=int(fields["intermediate_size"]),
-            num_layers=int(fields["num_hidden_layers"]),
+            intermediate_size=_size(fields, "intermediate_size"),
+            num_layers=_size(fields, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=int(fields.get("num_key_value_heads") or heads),
-            head_dim=int(fields.get("head_dim") or hidden // heads),
-            max_positions=int(fields["max_position_embeddings"]),
+            num_kv_heads=_size(fields, "num_key_value_heads", if_none=heads),
+            head_dim=_size(fields, "head_dim", if_none=hidden // heads),
+            max_positions=_size(fields, "max_position_embeddings"),
             norm_eps=float(fields["rms_norm_eps"]),
             rope_theta=float(rope.get("rope_theta", fields.get("rope_theta", 10_000.0))),
             rope_factor=float(rope["factor"]) if _rope_type(rope) == "linear" else 1.0,
@@ -98,7 +98,19 @@ class ModelConfig:
                 f"num_attention_heads is {config.num_heads}, not a multiple of num_key_value_heads, "
                 f"which is {config.num_kv_heads}"
             )
+        if config.head_dim < 2 or config.head_dim % 2:
+            raise ValueError(f"head_dim is {config.head_dim}; rotary embeddings turn pairs, so it must be even")
         return config
+
+
+def _size(fields: Mapping[str, Any], name: str, *, if_none: int | None = None) -> int:
+    """A field that counts something. Without `if_none` it has to be there."""
+    value = fields[name] if if_none is None else fields.get(name)
+    if value is None and if_none is not None:
+        return if_none
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
+    return value
 
 
 def _check_supported(fields: Mapping[str, Any]) -> None:
@@ -117,6 +129,8 @@ def _check_supported(fields: Mapping[str, Any]) -> None:
 def _rope_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """transformers 5 writes rope_parameters, 4 wrote rope_scaling (or null) with rope_theta beside it."""
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"the rotary embeddings are described by {rope!r}, not by an object")
     if _rope_type(rope) not in ("default", "linear", "llama3"):
         raise ModelError(f"rope type {_rope_type(rope)!r} is not supported; supported: default, linear, llama3")
     return rope

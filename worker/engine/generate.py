@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +50,7 @@ class Engine:
         self._device = cache.keys.device
         self._waiting: deque[Row] = deque()
         self._live = LiveRows(self._device, on_move=cache.move)
+        self._done: list[Row] = []  # out of the batch; the step that took them out returns them
         self.counts = StepCounts()
 
     @property
@@ -62,8 +64,8 @@ class Engine:
 
     @property
     def num_rows(self) -> int:
-        """Rows waiting and live."""
-        return len(self._waiting) + len(self._live)
+        """Rows waiting, live, and done but not returned yet."""
+        return len(self._waiting) + len(self._live) + len(self._done)
 
     def submit(self, row: Row) -> None:
         """Queue a row; it is admitted when a slot is free. Its prompt must leave a position to generate in."""
@@ -80,10 +82,7 @@ class Engine:
 
     def drop(self, row_id: str) -> None:
         """Forget a row, if it is here; no step returns it."""
-        for row in (*self._waiting, *self._live.rows):
-            if row.row_id == row_id:
-                row.finish = Finish(reason=FinishReason.CANCELLED)
-        self._leave()
+        self._take_out(lambda row: row.row_id == row_id)
 
     def drop_waiting(self) -> list[Row]:
         """Forget the rows that have not begun and return them."""
@@ -92,20 +91,27 @@ class Engine:
         return rows
 
     def drop_all(self) -> list[Row]:
-        """Forget all rows and return them."""
-        rows = [*self._live.rows, *self.drop_waiting()]
+        """Forget all rows and return them, also those that a failed step has left half done."""
+        for slot in range(len(self._live)):
+            self._cache.clear(slot)  # who knows what a failed step has left there
+        rows = [*self._done, *self._live.rows, *self.drop_waiting()]
         self._live = LiveRows(self._device, on_move=self._cache.move)
+        self._done = []
         return rows
 
     def step(self) -> list[Row]:
-        """Admit newcomers, advance every live row by a token, and return the rows that are done."""
+        """Admit newcomers, advance every live row by a token, and return the rows that are done.
+
+        If the model raises, every row is still here, those that are done too: `drop_all` returns them.
+        """
         self._end_overdue()
-        done = self._leave()
+        self._leave()
         self._admit()
-        done += self._leave()
+        self._leave()
         if self._live:
             self._decode()
-            done += self._leave()
+            self._leave()
+        done, self._done = self._done, []
         return done
 
     def _decode(self) -> None:
@@ -121,14 +127,17 @@ class Engine:
         self.counts.idle_row_steps += min(self.num_slots - rows, len(self._waiting))
 
     def _admit(self) -> None:
-        free = self.num_slots - len(self._live)
-        for group in take_newcomers(self._waiting, free, MAX_PREFILL_TOKENS, self.max_context):
-            self._prefill(group)
-
-    def _prefill(self, group: list[Row]) -> None:
-        """Bring in rows of one padded length and give each its first token."""
-        started = now_s()
         first_slot = len(self._live)
+        groups = take_newcomers(self._waiting, self.num_slots - first_slot, MAX_PREFILL_TOKENS, self.max_context)
+        for group in groups:
+            self._live.add(group)  # all of them before any is run, so that none is lost if that fails
+        for group in groups:
+            self._prefill(group, first_slot)
+            first_slot += len(group)
+
+    def _prefill(self, group: list[Row], first_slot: int) -> None:
+        """Run the prompts of rows of one padded length, which have the slots from `first_slot` on."""
+        started = now_s()
         lengths = [len(row.prompt_ids) for row in group]
         padded = padded_length(lengths[0], self.max_context)
         token_ids = torch.tensor([row.prompt_ids + [0] * (padded - len(row.prompt_ids)) for row in group])  # (B, T)
@@ -138,7 +147,6 @@ class Engine:
         for offset, row in enumerate(group):
             self._cache.commit(first_slot + offset, lengths[offset])
             row.admitted_at_s = started
-        self._live.add(group)
         self._accept(group, logits, BatchSampling([row.sampling for row in group], self._device))
         for row in group:
             row.first_token_at_s = now_s()
@@ -159,18 +167,22 @@ class Engine:
             row.token_ids.append(token_id)
             row.finish = finish_of(row.stopping, len(row.token_ids), token_id, row.strings)
 
-    def _leave(self) -> list[Row]:
-        """Take finished rows out, waiting or live."""
+    def _leave(self) -> None:
+        """Take out the rows that are done."""
         for slot, row in enumerate(self._live.rows):
             if row.error is not None:
                 self._cache.clear(slot)
-        done = [row for row in self._waiting if row.finish is not None]
-        for row in done:
-            self._waiting.remove(row)
-        done += self._live.remove_finished()
+        done = self._take_out(lambda row: row.finish is not None)
         for row in done:
             row.finished_at_s = now_s()
-        return done
+        self._done += done
+
+    def _take_out(self, leaves: Callable[[Row], bool]) -> list[Row]:
+        """Take rows out of the waiting and the live ones, and return them."""
+        out = [row for row in self._waiting if leaves(row)]
+        for row in out:
+            self._waiting.remove(row)
+        return out + self._live.take_out(leaves)
 
     def _end_overdue(self) -> None:
         now = now_s()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace.worker.engine.attention import decode_attention
 from headrace.worker.engine.config import ModelConfig
 
 
@@ -26,16 +27,21 @@ class KVCache:
     ) -> None:
         self.num_slots = num_slots
         self.max_context = max_context
-        shape = (config.num_layers, num_slots, config.num_kv_heads, max_context, config.head_dim)
-        # Unwritten positions are multiplied by a weight of exactly zero, so they must not hold NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)  # (L, slots, K, S, D)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        keys, values = self._shapes(config)
+        # Positions beyond a row's end are multiplied by a weight of exactly zero, so they must not hold NaN.
+        self.keys = torch.zeros(keys, dtype=dtype, device=device)
+        self.values = torch.zeros(values, dtype=dtype, device=device)
         self.lengths = torch.zeros(num_slots, dtype=torch.int64)  # on the host: the loop reads it at every step
+
+    def _shapes(self, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the keys and of the values: both (L, slots, K, S, D) here."""
+        shape = (config.num_layers, self.num_slots, config.num_kv_heads, self.max_context, config.head_dim)
+        return shape, shape
 
     @property
     def num_bytes(self) -> int:
         """What the cache takes: 2 x L x K x positions x D x bytes a value, positions over all slots."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return self.keys.nbytes + self.values.nbytes
 
     def write_prompts(self, layer: int, first_slot: int, keys: Tensor, values: Tensor) -> None:
         """Store prompts in slots from `first_slot` on, from position 0: two of (B, T, K, D), padding included."""
@@ -49,6 +55,14 @@ class KVCache:
         rows = torch.arange(positions.shape[0], device=positions.device)
         self.keys[layer, rows, :, positions] = keys
         self.values[layer, rows, :, positions] = values
+
+    def attend(self, layer: int, queries: Tensor, lengths: Tensor, longest: int) -> Tensor:
+        """One query a row over the first `lengths` positions of rows 0 to B-1: (B, H, D), (B,) -> (B, H, D).
+
+        `longest` is the largest of `lengths`, known to the host.
+        """
+        rows = queries.shape[0]
+        return decode_attention(queries, self.keys[layer, :rows], self.values[layer, :rows], lengths, longest)
 
     def commit(self, slot: int, length: int) -> None:
         """Record that `slot` now holds `length` positions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from headrace.shared.errors import ModelError, SettingsError
 from headrace.worker.engine.config import ModelConfig
+from headrace.worker.engine.kv_cache import KVCache
 
 DEFAULT_MAX_CONTEXT = 2048
 _MOST_SLOTS = {"cpu": 64, "cuda": 256}
@@ -23,7 +25,10 @@ def choose_device(name: str) -> torch.device:
     """The device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises SettingsError if it is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SettingsError(f"--device is {name!r}; allowed are auto, cpu, cuda and cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingsError(f"--device is {name}, but torch finds no CUDA device here; use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -78,6 +83,18 @@ def choose_slots(
             f"{free / 2**20:,.0f} MiB can be used; {free // row_bytes} slots fit, or lower --max-context"
         )
     return asked
+
+
+def make_cache(
+    config: ModelConfig, *, num_slots: int, max_context: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """The fastest KV cache for the device: one with compiled kernels if they can be had, else the plain one."""
+    if device.type == "cpu" and importlib.util.find_spec("numba") is not None:
+        from headrace.worker.engine import cpu_kv_cache
+
+        if cpu_kv_cache.is_supported(config, dtype, device):
+            return cpu_kv_cache.CpuKVCache(config, num_slots=num_slots, max_context=max_context, dtype=dtype)
+    return KVCache(config, num_slots=num_slots, max_context=max_context, dtype=dtype, device=device)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -46,7 +46,6 @@ class LiveRows:
         self._device = device
         self._on_move = on_move
         self._sampling: BatchSampling | None = None
-        self._suppressing: list[Row] = []
         self.rows: list[Row] = []
 
     def __len__(self) -> int:
@@ -71,10 +70,10 @@ class LiveRows:
         self.rows.extend(rows)
         self._sampling = None
 
-    def remove_finished(self) -> list[Row]:
-        """Take out the rows that have a finish; from the end on, the last row fills each gap."""
-        gone = [index for index, row in enumerate(self.rows) if row.finish is not None]
-        finished = [self.rows[index] for index in gone]
+    def take_out(self, leaves: Callable[[Row], bool]) -> list[Row]:
+        """Take out the rows that leave and return them; from the end on, the last row fills each gap."""
+        gone = [index for index, row in enumerate(self.rows) if leaves(row)]
+        out = [self.rows[index] for index in gone]
         for index in reversed(gone):
             last = self.rows.pop()
             if index < len(self.rows):
@@ -82,7 +81,7 @@ class LiveRows:
                 self._on_move(len(self.rows), index)
         if gone:
             self._sampling = None
-        return finished
+        return out
 
 
 def suppress_early_stops(logits: Tensor, rows: list[Row]) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 _BLOCK = 64  # tokens a block in the search for the largest logits
 _NUCLEUS_WIDTH = 128  # candidates that nearly always hold a nucleus; a row that needs more gets a full sort
 _COLDEST = 1e-6  # below this temperature the quotient overflows; the draw is as good as greedy long before
+_HOTTEST = 1e30  # an infinite temperature would make NaN of -inf; the draw is as good as uniform long before
 _INT32_MASK = 0x7FFFFFFF
 
 
@@ -45,7 +46,8 @@ class BatchSampling:
         def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
-        self.temperature = column([max(row.temperature, _COLDEST) for row in rows], torch.float32)  # all (B, 1)
+        # All (B, 1).
+        self.temperature = column([min(max(row.temperature, _COLDEST), _HOTTEST) for row in rows], torch.float32)
         self.top_k = column([row.top_k or 2**62 for row in rows], torch.int64)
         self.top_p = column([row.top_p for row in rows], torch.float64)
         self.min_p = column([row.min_p for row in rows], torch.float64)
@@ -55,22 +57,42 @@ class BatchSampling:
         self.whole = [i for i, row in enumerate(rows) if row.temperature > 0 and not row.top_k and row.top_p >= 1]
         self.widest_k = max((rows[i].top_k for i in self.ranked), default=0)
 
-    def pick(self, rows: Tensor) -> _Columns:
-        """The parameters of some rows."""
-        return _Columns(self.top_k[rows], self.top_p[rows], self.min_p[rows], self.noise_key[rows])
+    def pick(self, rows: Tensor, best: Tensor) -> _Columns:
+        """The parameters of some rows, with the largest logit of each."""
+        return _Columns(
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.noise_key[rows],
+            best[rows],
+        )
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Parameters as (B, 1) columns."""
+    """What is needed of each row, as (B, 1) columns. `best` is its largest logit."""
 
+    temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
     noise_key: Tensor
+    best: Tensor
+
+    def scale(self, logits: Tensor) -> Tensor:
+        """Logits over temperature, 0 for the largest: (B, C) -> (B, C) float32. Zeros for a row that has failed."""
+        return torch.where(self.best.isfinite(), logits.float() - self.best, 0.0) / self.temperature
 
     def pick(self, rows: Tensor) -> _Columns:
-        return _Columns(self.top_k[rows], self.top_p[rows], self.min_p[rows], self.noise_key[rows])
+        return _Columns(
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.noise_key[rows],
+            self.best[rows],
+        )
 
 
 def sample(logits: Tensor, batch: BatchSampling, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,47 +101,51 @@ def sample(logits: Tensor, batch: BatchSampling, positions: Tensor) -> tuple[Ten
     `positions` counts the tokens of each row so far, prompt included. A row without a finite maximum (NaN, or nothing
     but -inf) has failed; its token means nothing. The logits are left as they were.
     """
-    scores = logits.float()
-    best = scores.amax(dim=-1, keepdim=True)  # NaN if any is NaN
-    failed = ~best.isfinite()
-    tokens = logits.argmax(dim=-1)
-    if not (batch.ranked or batch.nucleus or batch.whole):
-        return tokens, failed[:, 0]
-    scores = (torch.where(failed, 0.0, scores - best)) / batch.temperature
+    tokens, best = _likeliest(logits)
     for way, rows in ((_among_top_k, batch.ranked), (_in_nucleus, batch.nucleus), (_in_whole, batch.whole)):
         if rows:
             index = torch.tensor(rows, device=logits.device)
-            picked = scores if len(rows) == scores.shape[0] else scores[index]
-            tokens[index] = way(picked, batch.pick(index), positions[index][:, None], batch.widest_k)
-    return tokens, failed[:, 0]
+            picked = logits if len(rows) == logits.shape[0] else logits[index]
+            tokens[index] = way(picked, batch.pick(index, best), positions[index][:, None], batch.widest_k)
+    return tokens, ~best.isfinite()[:, 0]
 
 
-def _among_top_k(scores: Tensor, columns: _Columns, positions: Tensor, widest_k: int) -> Tensor:
+def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of the largest logits of each row, and its value, NaN if the row has one: (B, V) -> (B,), (B, 1)."""
+    blocks = _in_blocks(logits)
+    maxima = blocks.amax(dim=-1)  # (B, blocks)
+    block = maxima.argmax(dim=-1)
+    within = blocks[torch.arange(len(blocks), device=blocks.device), block].argmax(dim=-1)
+    return block * _BLOCK + within, maxima.amax(dim=-1, keepdim=True).float()
+
+
+def _among_top_k(logits: Tensor, columns: _Columns, positions: Tensor, widest_k: int) -> Tensor:
     """Rows with a top_k: (B, V) -> (B,)."""
-    values, ids = largest(scores, min(widest_k, scores.shape[-1]))
+    values, ids = largest(logits, min(widest_k, logits.shape[-1]))
     ranks = torch.arange(values.shape[-1], device=values.device)
-    values = values.masked_fill(ranks >= columns.top_k, -math.inf)
-    return _draw(_nucleus(values.double().log_softmax(dim=-1), columns), ids, columns, positions)
+    scores = columns.scale(values).masked_fill(ranks >= columns.top_k, -math.inf)
+    return _draw(_nucleus(scores.double().log_softmax(dim=-1), columns), ids, columns, positions)
 
 
-def _in_nucleus(scores: Tensor, columns: _Columns, positions: Tensor, _: int) -> Tensor:
+def _in_nucleus(logits: Tensor, columns: _Columns, positions: Tensor, _: int) -> Tensor:
     """Rows with a top_p but no top_k: look among a few candidates first, then, where their mass is short, among all."""
-    total = scores.double().logsumexp(dim=-1, keepdim=True)
-    values, ids = largest(scores, min(_NUCLEUS_WIDTH, scores.shape[-1]))
-    log_probs = values.double() - total
+    # Not logsumexp: torch sums a single row in another order than many.
+    of_all = columns.scale(logits).double().log_softmax(dim=-1)
+    ids = largest(logits, min(_NUCLEUS_WIDTH, logits.shape[-1]))[1]
+    log_probs = of_all.gather(-1, ids)
     tokens = _draw(_nucleus(log_probs, columns), ids, columns, positions)
     short = (log_probs.exp().sum(dim=-1) < columns.top_p[:, 0]).nonzero()[:, 0]
-    if len(short) and values.shape[-1] < scores.shape[-1]:
-        values, ids = largest(scores[short], scores.shape[-1])
+    if len(short) and ids.shape[-1] < logits.shape[-1]:
+        ids = largest(logits[short], logits.shape[-1])[1]
         rest = columns.pick(short)
-        tokens[short] = _draw(_nucleus(values.double() - total[short], rest), ids, rest, positions[short])
+        tokens[short] = _draw(_nucleus(of_all[short].gather(-1, ids), rest), ids, rest, positions[short])
     return tokens
 
 
-def _in_whole(scores: Tensor, columns: _Columns, positions: Tensor, _: int) -> Tensor:
+def _in_whole(logits: Tensor, columns: _Columns, positions: Tensor, _: int) -> Tensor:
     """Rows that draw from the whole vocabulary: min_p needs no order."""
-    log_probs = scores.double().log_softmax(dim=-1)
-    ids = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
+    log_probs = columns.scale(logits).double().log_softmax(dim=-1)
+    ids = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
     return _draw(_above_min_p(log_probs, columns), ids, columns, positions)
 
 
@@ -153,22 +179,28 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Only the `count` blocks of tokens with the largest maxima (equal ones: the first) can hold them: any token outside
     is beaten by the maxima of `count` blocks.
     """
-    rows, vocab = scores.shape
-    num_blocks = -(-vocab // _BLOCK)
+    blocks = _in_blocks(scores)
+    rows, num_blocks, _ = blocks.shape
     if 2 * count > num_blocks:
         values, ids = torch.sort(scores, dim=-1, descending=True, stable=True)
         return values[:, :count], ids[:, :count]
-    padded = torch.nn.functional.pad(scores, (0, num_blocks * _BLOCK - vocab), value=-math.inf)
-    blocks = padded.view(rows, num_blocks, _BLOCK)
     of_block = _ordered_top(blocks.amax(dim=-1), torch.arange(num_blocks, device=scores.device), count)
     ids = (of_block[..., None] * _BLOCK + torch.arange(_BLOCK, device=scores.device)).view(rows, -1)
-    ids = _ordered_top(padded.gather(-1, ids), ids, count)
+    ids = _ordered_top(blocks.view(rows, -1).gather(-1, ids), ids, count)
     return scores.gather(-1, ids), ids
+
+
+def _in_blocks(scores: Tensor) -> Tensor:
+    """(B, V) -> (B, blocks, _BLOCK); what the last block lacks is -inf."""
+    missing = -scores.shape[-1] % _BLOCK
+    if missing:
+        scores = torch.nn.functional.pad(scores, (0, missing), value=-math.inf)
+    return scores.view(len(scores), -1, _BLOCK)
 
 
 def _ordered_top(scores: Tensor, ids: Tensor, count: int) -> Tensor:
     """The ids of the `count` largest scores, equal ones by rising id. One 64-bit key holds score and id: no ties."""
-    bits = (scores + 0.0).contiguous().view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+    bits = (scores.float() + 0.0).contiguous().view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
     ascending = torch.where(bits < 0, bits ^ _INT32_MASK, bits).long()  # order of int = order of float
     keys = (ascending << 32) | (_INT32_MASK - ids)
     return _INT32_MASK - (torch.topk(keys, count, dim=-1).values & _INT32_MASK)
@@ -182,7 +214,7 @@ def gumbel_noise(noise_key: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """
     state = _mix(_mix(noise_key) + positions * _GOLDEN)
     bits = _mix(state + (ids + 1) * _GOLDEN)
-    uniform = (_shift(bits, 11).double() + 0.5) * 2.0**-53  # in (0, 1), both ends excluded
+    uniform = (_shift(bits, 12).double() + 0.5) * 2.0**-52  # exact, and in (0, 1) with both ends excluded
     return -torch.log(-torch.log(uniform))
 
 

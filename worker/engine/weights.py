@@ -34,19 +34,19 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One tensor, converted. Raises ModelError if the checkpoint has none of that name."""
+    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """One tensor, converted. Raises ModelError if the checkpoint has none of that name and shape."""
         path = self._file_of.get(name)
         if path is None:
             raise ModelError(f"the checkpoint in {self._folder} has no tensor {name}")
         self._unread.discard(name)
         with safe_open(path, framework="pt") as tensors:
             tensor: Tensor = tensors.get_tensor(name)
+        if tensor.shape != shape:
+            raise ModelError(
+                f"{name} in {path} has the shape {list(tensor.shape)}; by config.json it should be {list(shape)}"
+            )
         return tensor.to(dtype)
-
-    def join(self, names: list[str], dtype: torch.dtype) -> Tensor:
-        """Several tensors stacked along their first dimension."""
-        return torch.cat([self.read(name, dtype) for name in names])
 
     def ignore(self, name: str) -> None:
         """Leave a tensor unread on purpose."""
@@ -64,7 +64,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.exists():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"can't read {index}: {error}") from None
         # Only names of files in this folder: an index must not lead anywhere else.
         return [folder / Path(str(name)).name for name in sorted(names)]
@@ -85,31 +85,42 @@ def load_decoder(
     if config.tied_head:
         state["head.weight"] = state["embedding.weight"]
     checkpoint.check_all_read()
-    try:
-        decoder.load_state_dict(state, assign=True)
-    except RuntimeError as error:
-        raise ModelError(f"the checkpoint in {folder} does not fit its config.json: {error}") from None
+    decoder.load_state_dict(state, assign=True)
     decoder.place(device, dtype)
     return decoder.requires_grad_(False).eval()
 
 
 def _state(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Our parameter names with the tensors that make them up."""
-    yield "embedding.weight", checkpoint.read("model.embed_tokens.weight", dtype)
-    yield "norm.weight", checkpoint.read("model.norm.weight", dtype)
+    vocab, width, inner = config.vocab_size, config.hidden_size, config.intermediate_size
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def read(name: str, *shape: int) -> Tensor:
+        return checkpoint.read(name, shape, dtype)
+
+    yield "embedding.weight", read("model.embed_tokens.weight", vocab, width)
+    yield "norm.weight", read("model.norm.weight", width)
     if config.tied_head:
         checkpoint.ignore("lm_head.weight")
     else:
-        yield "head.weight", checkpoint.read("lm_head.weight", dtype)
+        yield "head.weight", read("lm_head.weight", vocab, width)
     for layer in range(config.num_layers):
         theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
-        yield f"{ours}attention_norm.weight", checkpoint.read(f"{theirs}input_layernorm.weight", dtype)
-        yield f"{ours}feed_forward_norm.weight", checkpoint.read(f"{theirs}post_attention_layernorm.weight", dtype)
-        for kind in ("weight", "bias") if config.attention_bias else ("weight",):
-            projections = [f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv"]
-            yield f"{ours}attention.qkv.{kind}", checkpoint.join(projections, dtype)
-            yield f"{ours}attention.output.{kind}", checkpoint.read(f"{theirs}self_attn.o_proj.{kind}", dtype)
-        for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
-            projections = [f"{theirs}mlp.{part}_proj.{kind}" for part in ("gate", "up")]
-            yield f"{ours}feed_forward.gate_up.{kind}", checkpoint.join(projections, dtype)
-            yield f"{ours}feed_forward.down.{kind}", checkpoint.read(f"{theirs}mlp.down_proj.{kind}", dtype)
+        yield f"{ours}attention_norm.weight", read(f"{theirs}input_layernorm.weight", width)
+        yield f"{ours}feed_forward_norm.weight", read(f"{theirs}post_attention_layernorm.weight", width)
+        for kind, columns in _kinds(width, biased=config.attention_bias):
+            parts = {"q": heads, "k": kv_heads, "v": kv_heads}
+            joined = [read(f"{theirs}self_attn.{part}_proj.{kind}", rows, *columns) for part, rows in parts.items()]
+            yield f"{ours}attention.qkv.{kind}", torch.cat(joined)
+        for kind, columns in _kinds(heads, biased=config.attention_bias):
+            yield f"{ours}attention.output.{kind}", read(f"{theirs}self_attn.o_proj.{kind}", width, *columns)
+        for kind, columns in _kinds(width, biased=config.mlp_bias):
+            joined = [read(f"{theirs}mlp.{part}_proj.{kind}", inner, *columns) for part in ("gate", "up")]
+            yield f"{ours}feed_forward.gate_up.{kind}", torch.cat(joined)
+        for kind, columns in _kinds(inner, biased=config.mlp_bias):
+            yield f"{ours}feed_forward.down.{kind}", read(f"{theirs}mlp.down_proj.{kind}", width, *columns)
+
+
+def _kinds(columns: int, *, biased: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """What a projection consists of, each with its dimensions after the first."""
+    return [("weight", (columns,)), ("bias", ())] if biased else [("weight", (columns,))]

@@ -1,0 +1,401 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from factories import drain, engine, kv_cache, row, run, stop_strings
+from fakes import VOCAB, ConstantModel, FakeClock, HistoryModel, continuation
+
+from headrace.shared.schema import FinishReason
+from headrace.worker.engine import generate
+from headrace.worker.engine.generate import Engine
+from headrace.worker.engine.rows import Row, suppress_early_stops
+from headrace.worker.engine.stopping import Finish
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    fake = FakeClock()
+    monkeypatch.setattr(generate, "now_s", fake)
+    return fake
+
+
+def fails_at(name: str, number: int) -> Callable[[str], None]:
+    """Raises at the pass of that name and number, counted from one."""
+    seen: list[str] = []
+
+    def check(this: str) -> None:
+        seen.append(this)
+        if this == name and seen.count(name) == number:
+            raise RuntimeError("out of memory")
+
+    return check
+
+
+def random_row(generator: random.Random, name: str) -> Row:
+    sampled = generator.random() < 0.5
+    return row(
+        name,
+        [generator.randrange(VOCAB) for _ in range(generator.choice([1, 5, 31, 32, 33, 70]))],
+        max_tokens=generator.choice([1, 2, 3, 10, 40]),
+        temperature=generator.choice([0.7, 1.5]) if sampled else 0.0,
+        top_k=generator.choice([0, 5]),
+        top_p=generator.choice([1.0, 0.9]),
+        eos_ids=frozenset({generator.randrange(VOCAB)}),
+    )
+
+
+def test_a_row_is_continued_from_its_own_tokens() -> None:
+    assert run(engine(HistoryModel()), [row("a", [5, 6], max_tokens=20)]) == {"a": continuation([5, 6], 20)}
+
+
+def test_rows_of_all_lengths_are_each_continued_from_their_own_tokens() -> None:
+    generator = random.Random(1)
+    prompts = {str(i): [generator.randrange(VOCAB) for _ in range(1 + 9 * i)] for i in range(12)}
+    rows = [row(name, prompt, max_tokens=3 + len(prompt) % 17) for name, prompt in prompts.items()]
+    found = run(engine(HistoryModel(), slots=5), rows)
+    assert found == {each.row_id: continuation(each.prompt_ids, each.stopping.max_tokens) for each in rows}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_that_come_and_go_at_random_get_what_they_get_alone(seed: int) -> None:
+    generator = random.Random(seed)
+    rows = [random_row(generator, str(number)) for number in range(30)]
+    alone = {each.row_id: run(engine(HistoryModel(), slots=1), [fresh(each)])[each.row_id] for each in rows}
+    batch = engine(HistoryModel(), slots=generator.choice([2, 3, 7]))
+    coming, done, cancelled = list(rows), [], {}
+    while coming or batch.num_rows:
+        for _ in range(min(len(coming), generator.choice([0, 0, 1, 4]))):
+            batch.submit(coming.pop())
+        done += batch.step()
+        here = [each for each in rows if each not in coming and each not in done]
+        if here and generator.random() < 0.1:
+            victim = generator.choice(here)
+            cancelled[victim.row_id] = len(victim.token_ids)
+            assert batch.end(victim.row_id, FinishReason.CANCELLED)
+    assert sorted(each.row_id for each in done) == sorted(alone)
+    for each in done:
+        length = cancelled.get(each.row_id, len(alone[each.row_id]))
+        assert each.token_ids == alone[each.row_id][:length]
+        assert (each.finish == Finish(reason=FinishReason.CANCELLED)) is (each.row_id in cancelled)
+
+
+def fresh(each: Row) -> Row:
+    return Row(row_id=each.row_id, prompt_ids=each.prompt_ids, sampling=each.sampling, stopping=each.stopping)
+
+
+@pytest.mark.parametrize("at", [1, 4, 9])
+def test_a_row_that_is_taken_up_from_its_tokens_goes_on_as_if_it_had_not_stopped(at: int) -> None:
+    sampling = {"temperature": 1.5, "top_p": 0.95, "seed": 3}
+    whole = run(engine(HistoryModel()), [row("a", [5, 6], max_tokens=20, **sampling)])["a"]
+    rest = run(engine(HistoryModel()), [row("a", [5, 6, *whole[:at]], max_tokens=20 - at, **sampling)])["a"]
+    assert rest == whole[at:]
+    assert whole != continuation([5, 6], 20)
+
+
+def test_a_finished_row_is_returned_by_the_step_that_finished_it() -> None:
+    batch = engine(HistoryModel())
+    for name, length in (("a", 1), ("b", 3), ("c", 2), ("d", 3)):
+        batch.submit(row(name, max_tokens=length))
+    # A first step gives two tokens: the prompt's and one more.
+    assert [sorted(each.row_id for each in batch.step()) for _ in range(3)] == [["a", "c"], ["b", "d"], []]
+    assert batch.num_rows == 0
+
+
+def test_a_freed_slot_is_refilled_while_the_others_go_on() -> None:
+    model = HistoryModel()
+    batch = engine(model, slots=2)
+    for name, length in (("long", 20), ("a", 2), ("b", 3), ("c", 4)):
+        batch.submit(row(name, max_tokens=length))
+    finished = {each.row_id: step for step in range(30) for each in batch.step()}
+    # Each short row begins in the step after the one that freed the slot.
+    assert finished == {"a": 0, "b": 2, "c": 5, "long": 18}
+    assert model.decoded[:6] == [2] * 6
+    assert model.decoded[6:] == [1] * 13
+    assert batch.counts.idle_row_steps == 0
+
+
+def test_no_step_is_spent_on_a_finished_row() -> None:
+    model = HistoryModel()
+    batch = engine(model, slots=3)
+    generator = random.Random(4)
+    rows = [row(str(i), max_tokens=generator.randrange(1, 12)) for i in range(25)]
+    tokens = run(batch, rows)
+    total = sum(map(len, tokens.values()))
+    assert total == sum(each.stopping.max_tokens for each in rows)
+    assert sum(model.decoded) == batch.counts.row_steps == total - len(rows)  # each row's first comes from its prompt
+    assert len(model.decoded) == batch.counts.decode_steps
+
+
+def test_the_counts_say_what_went_through_the_model() -> None:
+    model = HistoryModel()
+    batch = engine(model, slots=8)
+    run(batch, [row("a", [1] * 10), row("b", [1] * 33), row("c", [1] * 32)])
+    assert model.prefilled == [(2, 32), (1, 64)]
+    assert (batch.counts.prompt_tokens, batch.counts.padding_tokens) == (75, 22 + 31)
+
+
+def test_prefill_is_spread_over_steps_so_that_live_rows_go_on() -> None:
+    model = HistoryModel()
+    batch = engine(model, slots=30)
+    for number in range(30):
+        batch.submit(row(str(number), [1] * 200, max_tokens=50))
+    batch.step()
+    assert model.prefilled == [(generate.MAX_PREFILL_TOKENS // 224, 224)]
+    assert batch.counts.idle_row_steps == 21
+    batch.step()
+    assert model.decoded == [9, 18]
+
+
+def test_a_row_may_fill_the_context_to_its_last_position() -> None:
+    prompts = {"one left": [3] * 63, "two left": [4] * 62, "none but the prompt's": [5] * 32}
+    rows = [row(name, prompt, max_tokens=64 - len(prompt)) for name, prompt in prompts.items()]
+    found = run(engine(HistoryModel(), max_context=64), rows)
+    assert found == {name: continuation(prompt, 64 - len(prompt)) for name, prompt in prompts.items()}
+
+
+@pytest.mark.parametrize("length", [0, 64])
+def test_a_prompt_that_leaves_no_position_is_not_taken(length: int) -> None:
+    with pytest.raises(AssertionError):
+        engine(HistoryModel(), max_context=64).submit(row("a", [1] * length))
+
+
+# Rows that fail
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 8])
+def test_a_row_without_finite_logits_fails_alone_and_leaves_its_slot_clean(slots: int) -> None:
+    poison = VOCAB  # no row generates it
+    sound = {str(i): [i, i + 1, i + 2] for i in range(10)}
+    rows = [row(name, prompt, max_tokens=5 + int(name)) for name, prompt in sound.items()]
+    for place in (0, 3, 7):
+        rows.insert(place, row(f"bad prompt {place}", [poison, 1], max_tokens=5))
+    cache = kv_cache(slots=slots)
+    batch = Engine(HistoryModel(poison=[poison]), cache)
+    found = {each.row_id: each for each in drain_all(batch, rows)}
+    for name, prompt in sound.items():
+        assert found[name].token_ids == continuation(prompt, 5 + int(name))
+        assert found[name].error is None
+    for place in (0, 3, 7):
+        bad = found[f"bad prompt {place}"]
+        assert bad.finish == Finish(reason=FinishReason.ERROR)
+        assert bad.token_ids == []
+        assert "no finite logits" in str(bad.error)
+    assert cache.values.isfinite().all()
+
+
+def test_a_row_that_fails_on_its_way_keeps_what_it_had() -> None:
+    expected = continuation([20], 6)
+    poison = expected[3]
+    assert poison not in [20, *expected[:3]]
+    cache = kv_cache(slots=2)
+    batch = Engine(HistoryModel(poison=[poison]), cache)
+    rows = [row("bad", [20], max_tokens=10), *(row(str(i), [i], max_tokens=9) for i in range(4))]
+    sound = {str(i): continuation([i], 9) for i in range(4)}
+    assert not any(poison in [int(name), *tokens] for name, tokens in sound.items())
+    found = {each.row_id: each for each in drain_all(batch, rows)}
+    assert found.pop("bad").token_ids == expected[:4]
+    assert {name: each.token_ids for name, each in found.items()} == sound
+    assert cache.values.isfinite().all()
+
+
+def drain_all(batch: Engine, rows: list[Row]) -> list[Row]:
+    for each in rows:
+        batch.submit(each)
+    return drain(batch)
+
+
+def test_logits_that_are_all_impossible_fail_the_row() -> None:
+    batch = engine(ConstantModel([-torch.inf, 3.0, -torch.inf]))
+    suppressed = row("bad", eos_ids=frozenset({1}), min_tokens=2)
+    found = {each.row_id: each.finish for each in drain_all(batch, [suppressed, row("good")])}
+    assert found == {"bad": Finish(reason=FinishReason.ERROR), "good": Finish(reason=FinishReason.LENGTH)}
+
+
+# Stopping
+
+
+def test_eos_and_stop_ids_end_a_row_with_their_token() -> None:
+    tokens = continuation([1, 2, 3], 30)
+    for at in (0, 1, 4):
+        first = tokens.index(tokens[at])
+        stopped = row("a", max_tokens=30, stop_ids=frozenset({tokens[at], 10**6}))
+        ended = row("b", max_tokens=30, eos_ids=frozenset({tokens[at]}))
+        assert run(engine(HistoryModel()), [stopped, ended]) == {"a": tokens[: first + 1], "b": tokens[: first + 1]}
+        assert stopped.finish == Finish(reason=FinishReason.STOP, stopped_by=tokens[at])
+        assert ended.finish == Finish(reason=FinishReason.STOP)
+
+
+def test_min_tokens_makes_stop_tokens_impossible_until_then_and_for_that_row_only() -> None:
+    logits = [0.0, 9.0, 8.0, 7.0]
+    held = row("held", eos_ids=frozenset({1}), stop_ids=frozenset({2, 99}), min_tokens=3)
+    free = row("free", eos_ids=frozenset({1}))
+    sampled = row("sampled", eos_ids=frozenset({1}), min_tokens=3, temperature=1.0, top_k=2, seed=1)
+    found = run(engine(ConstantModel(logits)), [held, free, sampled])
+    assert found["held"] == [3, 3, 3, 1]
+    assert found["free"] == [1]
+    assert 1 not in found["sampled"][:3]
+
+
+def test_suppressing_a_token_leaves_the_models_logits_alone() -> None:
+    logits = torch.randn(3, 5)
+    before = logits.clone()
+    held = row("held", eos_ids=frozenset({1, 4}), min_tokens=2)
+    suppressed = suppress_early_stops(logits, [row("a", eos_ids=frozenset({1})), held, row("b")])
+    assert torch.equal(logits, before)
+    assert suppressed[1].isneginf().tolist() == [False, True, False, False, True]
+    assert torch.equal(suppressed[[0, 2]], before[[0, 2]])
+
+
+def test_a_stop_string_ends_a_row_and_cuts_its_text() -> None:
+    tokens = continuation([1, 2, 3], 10)
+    pieces = [f"<{token}>" for token in range(VOCAB)]
+    wanted = f"{tokens[3]}><{tokens[4]}"
+    stopped = row("a", max_tokens=10, strings=stop_strings(wanted, pieces=pieces))
+    assert run(engine(HistoryModel()), [stopped])["a"] == tokens[:5]
+    assert stopped.finish == Finish(reason=FinishReason.STOP, stopped_by=wanted)
+    assert stopped.strings is not None
+    assert stopped.strings.text == "".join(pieces[token] for token in tokens[:3]) + "<"
+
+
+# Ending from outside
+
+
+def test_a_cancelled_row_is_returned_with_what_it_has() -> None:
+    model = HistoryModel()
+    batch = engine(model, slots=1)
+    for name in ("live", "waiting", "next"):
+        batch.submit(row(name, [7], max_tokens=5))
+    batch.step()
+    assert batch.end("live", FinishReason.CANCELLED)
+    assert batch.end("waiting", FinishReason.CANCELLED)
+    done = batch.step()
+    assert {each.row_id: each.token_ids for each in done} == {"live": continuation([7], 2), "waiting": []}
+    assert {each.finish for each in done} == {Finish(reason=FinishReason.CANCELLED)}
+    assert [each.token_ids for each in drain(batch)] == [continuation([7], 5)]
+    assert model.prefilled == [(1, 32)] * 2  # the one that waited never reached the model
+
+
+def test_only_a_row_that_is_here_and_not_done_can_be_ended() -> None:
+    batch = engine(HistoryModel())
+    batch.submit(row("a"))
+    assert not batch.end("b", FinishReason.CANCELLED)
+    assert batch.end("a", FinishReason.TIMEOUT)
+    assert not batch.end("a", FinishReason.CANCELLED)
+    assert [each.finish for each in batch.step()] == [Finish(reason=FinishReason.TIMEOUT)]
+    assert not batch.end("a", FinishReason.CANCELLED)
+
+
+def test_a_row_past_its_deadline_ends_with_what_it_has_live_or_waiting(clock: FakeClock) -> None:
+    batch = engine(HistoryModel(), slots=2)
+    for name, deadline_s in (("late", 5.0), ("in time", 50.0), ("waits", 5.0), ("free", None)):
+        at = None if deadline_s is None else clock.now_s + deadline_s
+        batch.submit(row(name, [9], max_tokens=6, deadline_s=at))
+    assert batch.step() == []
+    clock.advance(5.0)
+    assert batch.step() == []  # at the deadline it is not past it
+    clock.advance(0.1)
+    done = {each.row_id: each for each in batch.step()}
+    assert {name: each.finish for name, each in done.items()} == {
+        name: Finish(reason=FinishReason.TIMEOUT) for name in ("late", "waits")
+    }
+    assert {name: each.token_ids for name, each in done.items()} == {"late": continuation([9], 3), "waits": []}
+    assert {each.row_id: each.token_ids for each in drain(batch)} == dict.fromkeys(
+        ("in time", "free"), continuation([9], 6)
+    )
+
+
+def test_a_row_knows_when_it_was_admitted_got_its_first_token_and_ended(clock: FakeClock) -> None:
+    batch = engine(HistoryModel(fail_at=lambda name: clock.advance(2.0 if name == "prefill" else 1.0)), slots=1)
+    first, second = row("a", max_tokens=4), row("b", max_tokens=1)
+    run(batch, [first, second])
+    assert (first.admitted_at_s, first.first_token_at_s, first.finished_at_s) == (1000.0, 1002.0, 1005.0)
+    assert (second.admitted_at_s, second.first_token_at_s, second.finished_at_s) == (1005.0, 1007.0, 1007.0)
+
+
+# Dropping
+
+
+@pytest.mark.parametrize("dropped", ["0", "1", "2", "5"])
+def test_a_dropped_row_is_not_returned_and_the_others_go_on(dropped: str) -> None:
+    batch = engine(HistoryModel(), slots=3)
+    rows = [row(str(i), [i], max_tokens=6) for i in range(7)]
+    for each in rows:
+        batch.submit(each)
+    batch.step()
+    batch.drop(dropped)
+    batch.drop("unknown")
+    assert batch.num_rows == 6
+    found = {each.row_id: each.token_ids for each in drain(batch)}
+    assert found == {str(i): continuation([i], 6) for i in range(7) if str(i) != dropped}
+
+
+@pytest.mark.parametrize("cancelled", ["0", "3"])
+def test_dropping_a_row_does_not_lose_one_that_was_cancelled(cancelled: str) -> None:
+    batch = engine(HistoryModel(), slots=2)
+    for number in range(4):
+        batch.submit(row(str(number), [number]))
+    batch.step()
+    batch.end(cancelled, FinishReason.CANCELLED)
+    batch.drop("1")
+    assert [each.row_id for each in batch.step()] == [cancelled]
+
+
+def test_waiting_rows_can_be_taken_back_while_the_live_ones_go_on() -> None:
+    batch = engine(HistoryModel(), slots=2)
+    for number in range(5):
+        batch.submit(row(str(number), [number]))
+    batch.step()
+    assert [each.row_id for each in batch.drop_waiting()] == ["2", "3", "4"]
+    assert sorted(each.row_id for each in drain(batch)) == ["0", "1"]
+
+
+def test_all_rows_can_be_taken_back_and_the_engine_used_again() -> None:
+    batch = engine(HistoryModel(), slots=2)
+    for number in range(5):
+        batch.submit(row(str(number), [number]))
+    batch.step()
+    assert sorted(each.row_id for each in batch.drop_all()) == ["0", "1", "2", "3", "4"]
+    assert batch.num_rows == 0
+    assert batch.step() == []
+    assert run(batch, [row("again", [8], max_tokens=9)]) == {"again": continuation([8], 9)}
+
+
+@pytest.mark.parametrize(("name", "number"), [("prefill", 1), ("prefill", 2), ("decode", 1)])
+def test_a_step_that_fails_loses_no_row(name: str, number: int) -> None:
+    cache = kv_cache(slots=6)
+    batch = Engine(HistoryModel(poison=[VOCAB], fail_at=fails_at(name, number)), cache)
+    rows = {
+        "short": row("short", [1], max_tokens=9),
+        "long": row("long", [1] * 40, max_tokens=9),
+        "ends with its prompt": row("ends with its prompt", [2], max_tokens=1),
+        "bad": row("bad", [VOCAB]),
+        "cancelled": row("cancelled", [3]),
+        "more": row("more", [4]),
+        "waits": row("waits", [5]),
+        "waits too": row("waits too", [5]),
+    }
+    for each in rows.values():
+        batch.submit(each)
+    batch.end("cancelled", FinishReason.CANCELLED)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        batch.step()
+    assert batch.num_rows == len(rows)
+    assert sorted(each.row_id for each in batch.drop_all()) == sorted(rows)
+    assert batch.num_rows == 0
+    again = {str(i): [i, i] for i in range(6)}
+    found = run(batch, [row(key, prompt, max_tokens=20) for key, prompt in again.items()])
+    assert found == {key: continuation(prompt, 20) for key, prompt in again.items()}
+
+
+def test_a_later_step_that_fails_loses_no_row() -> None:
+    batch = engine(HistoryModel(fail_at=fails_at("decode", 3)), slots=2)
+    for number, length in enumerate((3, 9, 9)):
+        batch.submit(row(str(number), [number], max_tokens=length))
+    done = batch.step() + batch.step()
+    assert [each.row_id for each in done] == ["0"]
+    with pytest.raises(RuntimeError):
+        batch.step()
+    assert sorted(each.row_id for each in batch.drop_all()) == ["1", "2"]

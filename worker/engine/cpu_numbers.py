@@ -1,0 +1,76 @@
+"""Numbers as the compiled kernels read and write them: float32 in registers, float32 or bfloat16 in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, types
+from numba.extending import overload
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[Any]
+
+
+def as_array(tensor: Tensor) -> Array:
+    """A CPU tensor's memory as a NumPy array; bfloat16, which NumPy lacks, as its bits."""
+    bits = tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor
+    return bits.numpy()
+
+
+def load(value: Any) -> Any:
+    """A stored number as float32; bfloat16 is stored as its bits. Exists in compiled code only."""
+
+
+def store(value: Any, like: Any) -> Any:
+    """float32 as the type of `like`, bfloat16 rounded to nearest, ties to even. Exists in compiled code only."""
+
+
+# Chosen by type, not passed in: a kernel that captures functions would be compiled anew in each process.
+@overload(load, inline="always")  # type: ignore[untyped-decorator]
+def _load_compiled(value: Any) -> Callable[..., Any]:
+    return _widen if value == types.uint16 else _same
+
+
+@overload(store, inline="always")  # type: ignore[untyped-decorator]
+def _store_compiled(value: Any, like: Any) -> Callable[..., Any]:
+    return _round if like == types.uint16 else _keep
+
+
+def _widen(value: Any) -> Any:
+    return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _round(value: Any, like: Any) -> Any:
+    bits = np.float32(value).view(np.uint32)
+    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+def _keep(value: Any, like: Any) -> Any:
+    return value
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def exp(value: Any) -> Any:
+    """e to the power of a float32 that is not positive, by Cephes' polynomial (Moshier 1989): within 2 ulp.
+
+    The library's exp is called once a value; this one runs on whole vectors.
+    """
+    value = max(value, np.float32(-87.0))
+    power = np.floor(value * np.float32(1.44269504) + np.float32(0.5))
+    rest = value - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
+    series = np.float32(1.9875691500e-4)
+    series = series * rest + np.float32(1.3981999507e-3)
+    series = series * rest + np.float32(8.3334519073e-3)
+    series = series * rest + np.float32(4.1665795894e-2)
+    series = series * rest + np.float32(1.6666665459e-1)
+    series = series * rest + np.float32(5.0000001201e-1)
+    series = series * rest * rest + rest + np.float32(1)
+    return series * np.int32((np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)

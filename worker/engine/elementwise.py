@@ -1,0 +1,40 @@
+"""What lies between the matrix products. Plain torch, or compiled for the CPU where that can be done."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@lru_cache
+def has_cpu_kernels(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether tensors of this kind are the compiled kernels' business."""
+    known = dtype in (torch.bfloat16, torch.float32)
+    return device_type == "cpu" and known and importlib.util.find_spec("numba") is not None
+
+
+def gated_silu(gate_up: Tensor) -> Tensor:
+    """silu of the first half times the second, silu(x) = x / (1 + exp(-x)): (…, 2I) -> (…, I)."""
+    if has_cpu_kernels(gate_up.device.type, gate_up.dtype):
+        from headrace.worker.engine import cpu_elementwise
+
+        return cpu_elementwise.gated_silu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    # torch's own silu rounds an element by where it lies, and so by how many rows there are: those at the ends of
+    # what a thread or a vector takes are computed otherwise than the rest. Its exp does not.
+    wide = gate.float()
+    return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
+
+
+def add_and_norm(hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of the two, and the sum normalized (RMSNorm, Zhang & Sennrich 2019): two of (…, E) -> two of (…, E)."""
+    if has_cpu_kernels(hidden.device.type, hidden.dtype):
+        from headrace.worker.engine import cpu_elementwise
+
+        return cpu_elementwise.add_and_norm(hidden, update, weight, eps)
+    added = hidden + update
+    return added, functional.rms_norm(added, weight.shape, weight, eps)

@@ -70,7 +70,7 @@ class Linear(nn.Linear):
         if (
             self.weight.device.type == "cpu"
             and self.weight.dtype is torch.bfloat16
-            and torch.backends.mkldnn.is_available()
+            and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         ):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _TYPICAL_ROWS)
             self.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # not kept twice

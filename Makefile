@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --config-settings editable_mode=strict \
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --config-settings editable_mode=strict \
 		--editable '.[worker,embedded,dev]'
 	touch $@
 

@@ -11,7 +11,6 @@ from headrace.shared.environment import refuse_unknown_variables
 from headrace.shared.errors import HeadraceError
 
 _GROUP = "headrace.commands"
-_NEEDS_WORKER_EXTRA = {"worker", "models", "bench"}
 
 
 class _Failure(click.ClickException):
@@ -30,17 +29,11 @@ class _Commands(click.Group):
         return sorted(entry_points(group=_GROUP).names)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        found = entry_points(group=_GROUP, name=cmd_name)
-        if not found:
-            return None
-        try:
-            command = next(iter(found)).load()
-        except ModuleNotFoundError as error:
-            if cmd_name not in _NEEDS_WORKER_EXTRA or (error.name or "").startswith("headrace"):
-                raise
-            return _missing_extra(cmd_name, error.name or "a package")
-        assert isinstance(command, click.Command)
-        return command
+        for found in entry_points(group=_GROUP, name=cmd_name):
+            command = found.load()
+            assert isinstance(command, click.Command)
+            return command
+        return None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -48,17 +41,10 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except HeadraceError as error:
             raise _Failure(str(error)) from error
-
-
-def _missing_extra(name: str, package: str) -> click.Command:
-    """A stand-in that says what to install; without it, `headrace --help` would fail on a producer's machine."""
-
-    @click.command(name, short_help="(needs the worker extra)", context_settings={"ignore_unknown_options": True})
-    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-    def stand_in(arguments: tuple[str, ...]) -> None:
-        raise _Failure(f"`headrace {name}` needs {package}: pip install 'headrace[worker]'")
-
-    return stand_in
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("headrace"):
+                raise
+            raise _Failure(f"this needs {error.name}: pip install 'headrace[worker]'") from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

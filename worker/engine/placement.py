@@ -13,7 +13,7 @@ from headrace.worker.engine.config import ModelConfig
 from headrace.worker.engine.kv_cache import KVCache
 
 DEFAULT_MAX_CONTEXT = 2048
-_MOST_SLOTS = {"cpu": 64, "cuda": 256}
+_MOST_SLOTS = {"cpu": 128, "cuda": 256}
 _CGROUP_FILES = (  # a container's limit and use, in both versions of cgroups
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),

@@ -40,7 +40,6 @@ return 'applied'
 """
 APPLIED = b"applied"
 MAX_BATCHES_LISTED = 10_000
-_BATCH_NAME = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +73,8 @@ def entry_rejected(error: InvalidRequest, *, request_id: str, queue: str, batch:
 
 def check_batch_name(name: str) -> str:
     """The name, if it is fit for a key. Raises SettingsError."""
-    if not name or len(name) > 128 or not set(name) <= _BATCH_NAME:
-        raise SettingsError(f"batch name {name[:140]!r}: use 1 to 128 letters, digits, '.', '_' or '-'")
+    if not keys.is_batch_name(name):
+        raise SettingsError(f"batch name {name[:140]!r}: {keys.BATCH_NAME_RULE}")
     return name
 
 

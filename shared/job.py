@@ -13,8 +13,9 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
+from headrace.shared import keys
 from headrace.shared.errors import InvalidRequest
-from headrace.shared.schema import Request
+from headrace.shared.schema import Request, check_encodable
 
 TASK = "headrace.worker.tasks.generate"
 MAX_DATA_BYTES = 64 * 2**20
@@ -70,7 +71,8 @@ def job_hash(
 def decode_payload(data: bytes) -> Payload:
     """Read the `data` field of a job's hash, which anyone who can write to Redis may have written.
 
-    Raises InvalidRequest if it is not the JSON form above, names another task, or is over MAX_DATA_BYTES.
+    Raises InvalidRequest if it is not the JSON form above, names another task or an impossible batch, holds what a
+    result could not repeat as JSON, or is over MAX_DATA_BYTES.
     """
     text = _inflate(data)
     try:
@@ -79,6 +81,7 @@ def decode_payload(data: bytes) -> Payload:
         raise InvalidRequest(
             "the job's data is not JSON; enqueue with RQ's JSON serializer, or through headrace"
         ) from None
+    check_encodable(call)
     if not (isinstance(call, list) and len(call) == 4):
         raise InvalidRequest('the job\'s data is not of the form [task, null, [], {"request": …}]')
     task, instance, args, kwargs = call
@@ -91,6 +94,8 @@ def decode_payload(data: bytes) -> Payload:
     if unknown or "request" not in kwargs or not (batch is None or isinstance(batch, str)):
         found = ", ".join(sorted(kwargs)) or "nothing"
         raise InvalidRequest(f"the job's arguments are request and, optionally, batch (a string); found {found[:200]}")
+    if batch is not None and not keys.is_batch_name(batch):
+        raise InvalidRequest(f"the batch name is {batch[:140]!r}; {keys.BATCH_NAME_RULE}", "batch")
     return Payload(request=kwargs["request"], batch=batch)
 
 

@@ -25,6 +25,16 @@ RQ_QUEUES = "rq:queues"
 RQ_SUSPENDED = "rq:suspended"
 
 
+# The name is a part of keys: with a colon in it, a batch could write over another's stream.
+_BATCH_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+BATCH_NAME_RULE = "use 1 to 128 letters, digits, '.', '_' or '-'"
+
+
+def is_batch_name(name: str) -> bool:
+    """True if a batch may be called so."""
+    return _BATCH_NAME.fullmatch(name) is not None
+
+
 def result(job_id: str) -> str:
     return f"{PREFIX}result:{job_id}"
 

@@ -156,17 +156,17 @@ def parse_request(body: object) -> Request:
     """
     if not isinstance(body, Mapping):
         raise InvalidRequest(f"a request is a JSON object, not {_json_type(body)}")
-    _check_encodable(body)
+    check_encodable(body)
     try:
         return Request.model_validate(dict(body))
     except ValidationError as error:
         raise InvalidRequest(*_describe(error)) from None
 
 
-def _check_encodable(body: Mapping[Any, Any]) -> None:
-    """Refuse what can't travel as UTF-8 JSON: lone surrogates, NaN and infinities, at any depth."""
+def check_encodable(value: object) -> None:
+    """Raise InvalidRequest for what can't travel as UTF-8 JSON: lone surrogates, NaN and infinities, at any depth."""
     try:
-        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         raise InvalidRequest(
             "the text has a lone surrogate (half of a \\uD800–\\uDFFF pair), which no encoding allows"

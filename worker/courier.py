@@ -23,13 +23,13 @@ from headrace.shared.errors import InvalidRequest
 from headrace.shared.job import decode_payload
 from headrace.shared.schema import ErrorCode, ErrorInfo, parse_request
 from headrace.worker.engine.rows import Row, now_s
-from headrace.worker.fence import FencedWrite, Fences, Verdict
+from headrace.worker.fence import FencedWrite, Fences, Verdict, execute
 from headrace.worker.lease import Lease
 from headrace.worker.recovery import readable_job_ids
 from headrace.worker.rq_adapter import Claimed, MalformedJob, RqWorker, Running
 from headrace.worker.runner import Rejected, Runner
 from headrace.worker.settings import QueueSettings
-from headrace.worker.settle import Held, Settler
+from headrace.worker.settle import Held, Settler, unforeseen
 
 logger = logging.getLogger("headrace.worker")
 
@@ -196,17 +196,26 @@ class Courier:
         rows = list(self._done)
         held = [self._held.get(row.row_id) for row in rows]
         pairs = [(job, row) for job, row in zip(held, rows, strict=True) if job is not None]
-        verdicts = self._fences.finish([self._settler.finished(job, row) for job, row in pairs])
+        verdicts = self._fences.finish([self._finished_write(job, row) for job, row in pairs])
+        settled: list[Running] = []
         for (job, row), verdict in zip(pairs, verdicts, strict=True):
             self._forget(row.row_id)
             if verdict is Verdict.DONE:
-                self.num_settled += 1
-                self._rq.after_commit(job.running)
+                settled.append(job.running)
             else:
-                logger.warning("job %s has moved on; its result from here was refused", row.row_id)
+                logger.warning("job %s has moved on, or can't be written; its result from here was refused", row.row_id)
         for _ in rows:
             self._done.popleft()
+        self.num_settled += len(settled)
+        self._rq.after_commit(settled)
         return len(rows)
+
+    def _finished_write(self, held: Held, row: Row) -> FencedWrite:
+        try:
+            return self._settler.finished(held, row)
+        except Exception as error:  # whatever it is, the results of the others must not wait for it
+            logger.exception("the result of job %s could not be made", row.row_id)
+            return self._settler.given_up(held.running, unforeseen(error), batch=held.batch, body={"id": held.request.id})
 
     def _return_rows(self) -> int:
         returned = list(self._returned)
@@ -258,11 +267,11 @@ class Courier:
         with self._connection.pipeline(transaction=False) as pipeline:
             for job_id in job_ids:
                 pipeline.hgetall(keys.rq_job(job_id))
-            hashes = pipeline.execute()
+            hashes = execute(pipeline)
         writes: list[FencedWrite] = []
         prepared: list[tuple[Held, Row] | None] = []
         for job_id, fields in zip(job_ids, hashes, strict=True):
-            if not fields:  # deleted while it waited
+            if not fields or isinstance(fields, redis.ResponseError):  # deleted while it waited, or never a job
                 self._connection.lrem(self._claims_key, 1, job_id)
                 continue
             write, ready = self._prepare(job_id, fields)
@@ -286,20 +295,24 @@ class Courier:
             body, batch = payload.request, payload.batch
             request = parse_request(body)
             row = self._runner.row(request, job_id, deadline_s=_deadline_s(claimed))
-        except Rejected as rejection:
-            error = rejection.error
-        except InvalidRequest as invalid:
-            error = ErrorInfo(code=ErrorCode.INVALID_REQUEST, message=str(invalid), param=invalid.param)
-        except MalformedJob as malformed:
-            error = ErrorInfo(code=ErrorCode.INVALID_REQUEST, message=f"the job's hash can't be read: {malformed}")
-        except Exception as unforeseen:  # one bad job must not stop the others
-            logger.exception("job %s could not be prepared", job_id)
-            error = ErrorInfo(code=ErrorCode.INTERNAL_ERROR, message=f"{type(unforeseen).__name__}: {unforeseen}")
-        else:
             running, write = self._rq.start(claimed, self._claims_key)
-            held = Held(running=running, request=request, batch=batch, started_at=datetime.now(UTC))
-            return write, (held, row)
-        return self._settler.rejected(job_id, error, batch=batch, body=body, claims_key=self._claims_key), None
+        except Exception as error:  # whatever it is, one bad job must not stop the others
+            info = _refusal(error, job_id)
+            return self._settler.rejected(job_id, info, batch=batch, body=body, claims_key=self._claims_key), None
+        held = Held(running=running, request=request, batch=batch, started_at=datetime.now(UTC))
+        return write, (held, row)
+
+
+def _refusal(error: Exception, job_id: str) -> ErrorInfo:
+    """What the result of a job says that could not be prepared."""
+    if isinstance(error, Rejected):
+        return error.error
+    if isinstance(error, InvalidRequest):
+        return ErrorInfo(code=ErrorCode.INVALID_REQUEST, message=str(error), param=error.param)
+    if isinstance(error, MalformedJob):
+        return ErrorInfo(code=ErrorCode.INVALID_REQUEST, message=f"the job's hash can't be read: {error}")
+    logger.error("job %s could not be prepared", job_id, exc_info=error)
+    return unforeseen(error)
 
 
 def _deadline_s(claimed: Claimed) -> float | None:

@@ -7,6 +7,7 @@ calls share one round trip.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,6 +15,9 @@ from typing import Any
 
 import redis
 from redis.client import Pipeline
+from redis.exceptions import ResponseError
+
+logger = logging.getLogger("headrace.worker")
 
 Command = tuple[Any, ...]
 
@@ -67,6 +71,7 @@ class Verdict(IntEnum):
 
     REFUSED = 0
     DONE = 1
+    BROKEN = 2  # a key that the job leads to holds something else, so that it can't be written, now or later
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +117,8 @@ class Fences:
         with self._connection.pipeline(transaction=False) as pipeline:
             for claims_key, job_id, job_key, queue_key in claims:
                 self._unclaim(keys=[claims_key, job_key, queue_key], args=[job_id], client=pipeline)
-            return [Verdict(code) for code in pipeline.execute()]
+            answers = execute(pipeline)
+        return [_verdict(job_key, answer) for (_, _, job_key, _), answer in zip(claims, answers, strict=True)]
 
     def _run(self, script: Any, writes: Sequence[FencedWrite]) -> list[Verdict]:
         if not writes:
@@ -124,7 +130,30 @@ class Fences:
                     args=[write.member, *_flatten(write.commands)],
                     client=pipeline,
                 )
-            return [Verdict(code) for code in pipeline.execute()]
+            answers = execute(pipeline)
+        return [_verdict(write.job_key, answer) for write, answer in zip(writes, answers, strict=True)]
+
+
+def execute(pipeline: Pipeline) -> list[Any]:
+    """A pipeline's answers. A key that holds something else than it should answers with its ResponseError, for it is
+    one job's own fault, and trying again can't help; any other error is raised.
+    """
+    answers: list[Any] = pipeline.execute(raise_on_error=False)
+    for answer in answers:
+        wrong_key = type(answer) is ResponseError and any(words in str(answer) for words in _WRONG_KEY)
+        if isinstance(answer, Exception) and not wrong_key:
+            raise answer
+    return answers
+
+
+_WRONG_KEY = ("WRONGTYPE", "not an integer")
+
+
+def _verdict(job_key: str, answer: Any) -> Verdict:
+    if isinstance(answer, ResponseError):
+        logger.error("a write for %s failed: %s", job_key, answer)
+        return Verdict.BROKEN
+    return Verdict(answer)
 
 
 def commands_of(pipeline: Pipeline) -> list[Command]:

@@ -59,6 +59,8 @@ class Keeper:
                 self.beat()
             except redis.RedisError as error:
                 logger.warning("a heartbeat failed: %s", error)
+            except Exception:  # a worker that no longer beats would lose its jobs
+                logger.exception("a heartbeat failed")
             self._halt.wait(self._beat_s)
 
     def beat(self) -> None:

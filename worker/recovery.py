@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import redis
 
 from headrace.shared import keys
+from headrace.shared.connection import as_text
 from headrace.shared.errors import InvalidRequest
 from headrace.shared.job import decode_payload
 from headrace.shared.schema import ErrorCode, ErrorInfo
-from headrace.worker.fence import FencedWrite, Fences, Verdict
+from headrace.worker.fence import FencedWrite, Fences, Verdict, execute
 from headrace.worker.lease import dead_workers
 from headrace.worker.rq_adapter import RqWorker, Running, job_id_of
 from headrace.worker.settle import Settler
@@ -72,9 +73,9 @@ class Recovery:
         with self._connection.pipeline(transaction=False) as pipeline:
             for job_id in job_ids:
                 pipeline.hget(keys.rq_job(job_id), "origin")
-            origins = pipeline.execute()
+            origins = execute(pipeline)
         claims = [
-            (claims_key, job_id, keys.rq_job(job_id), keys.rq_queue((origin or b"").decode() or self._rq.queue.name))
+            (claims_key, job_id, keys.rq_job(job_id), keys.rq_queue(_text_or(origin, self._rq.queue.name)))
             for job_id, origin in zip(job_ids, origins, strict=True)
         ]
         return sum(verdict is Verdict.DONE for verdict in self._fences.unclaim(list(reversed(claims))))
@@ -95,3 +96,11 @@ class Recovery:
             body, batch = None, None
         error = ErrorInfo(code=ErrorCode.WORKER_LOST, message=text)
         return self._settler.given_up(running, error, batch=batch, body=body)
+
+
+def _text_or(raw: object, default: str) -> str:
+    """A field of a job's hash as text; the default if there is none that can be read."""
+    try:
+        return (as_text(raw) if isinstance(raw, bytes | str) else "") or default
+    except UnicodeDecodeError:
+        return default

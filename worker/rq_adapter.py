@@ -30,7 +30,7 @@ from rq.worker_registration import clean_worker_registry
 
 from headrace.shared import keys
 from headrace.shared.connection import as_text
-from headrace.worker.fence import Command, FencedWrite, Fences, commands_of
+from headrace.worker.fence import Command, FencedWrite, Fences, commands_of, execute
 
 # How long RQ believes in a job without hearing of it: the fallback for when no headrace worker is alive.
 EXECUTION_TTL_S = 90
@@ -160,7 +160,8 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             crashes = int(fields.get(CRASHES_FIELD.encode(), b"0"))
             return Claimed(job=job, data=fields.get(b"data", b""), crashes=crashes)
         except Exception as error:  # RQ raises whatever the field's parser does
-            raise MalformedJob(f"{type(error).__name__}: {error}".removesuffix(": ")) from None
+            text = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise MalformedJob(text.encode(errors="backslashreplace").decode()) from None
 
     def start(self, claimed: Claimed, claims_key: str) -> tuple[Running, FencedWrite]:
         """The write that starts a claimed job, and the job as it will be when that is done."""
@@ -224,12 +225,20 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         record.lpush(Queue.redis_queue_namespace_prefix + job.origin, job.id)
         return self._finish_write(running, commands_of(record))
 
-    def after_commit(self, running: Running) -> None:
-        """What RQ does once an outcome is stored: let dependents run and free a rate limit's slot."""
-        if self.connection.exists(running.job.dependents_key):
-            self.queue.enqueue_dependents(running.job)
-        if running.job.has_rate_limit:
-            release_slot(running.job)
+    def after_commit(self, settled: Sequence[Running]) -> None:
+        """What RQ does once outcomes are stored: let dependents run and free the slots of rate limits."""
+        with self.connection.pipeline(transaction=False) as pipeline:
+            for running in settled:
+                pipeline.exists(running.job.dependents_key)
+            have_dependents = pipeline.execute()
+        for running, has_dependents in zip(settled, have_dependents, strict=True):
+            try:
+                if has_dependents:
+                    self.queue.enqueue_dependents(running.job)
+                if running.job.has_rate_limit:
+                    release_slot(running.job)
+            except Exception:  # RQ raises whatever it finds in the dependents' hashes
+                logger.exception("what waits for job %s could not be enqueued", running.job_id)
 
     def _record_failure(
         self, job: Job, running: Running | None, status: JobStatus, message: str, record: Pipeline
@@ -280,7 +289,7 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             for each in running:
                 pipeline.zscore(each.job.started_job_registry.key, each.execution.composite_key)
                 pipeline.hget(each.job.key, "status")
-            answers = iter(pipeline.execute())
+            answers = iter(execute(pipeline))
         return [
             each
             for each, score, status in zip(running, answers, answers, strict=False)
@@ -326,7 +335,9 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         for member in members:
             try:
                 job_id, execution_id = parse_composite_key(member)
-                fields = self.connection.hgetall(keys.rq_job(job_id))
+                with self.connection.pipeline(transaction=False) as pipeline:
+                    pipeline.hgetall(keys.rq_job(job_id))
+                    (fields,) = execute(pipeline)
                 claimed = self.read(job_id, fields)
                 claimed.job.origin = as_text(fields.get(b"origin", b"")) or self.queue.name
             except (MalformedJob, ValueError):

@@ -100,6 +100,12 @@ class Settler:
         )
 
 
+def unforeseen(error: Exception) -> ErrorInfo:
+    """What a result says of a failure that nothing was prepared for."""
+    text = f"{type(error).__name__}: {error}"
+    return ErrorInfo(code=ErrorCode.INTERNAL_ERROR, message=text.encode(errors="backslashreplace").decode())
+
+
 def _return_value(result: Result) -> dict[str, Any]:
     """What RQ keeps as the job's return value: small, and where to find the rest."""
     return {

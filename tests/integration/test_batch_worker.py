@@ -12,7 +12,7 @@ from rq.command import send_stop_job_command
 from rq.job import Job as RqJob
 from rq.suspension import resume, suspend
 from rq.worker import Worker
-from worker_harness import QUEUE, WorkerThread, producer_for, running_worker, successors, wait_until
+from worker_harness import QUEUE, ByteCodec, WorkerThread, producer_for, running_worker, successors, wait_until
 
 from headrace.shared import keys
 from headrace.shared.job import TASK, job_hash
@@ -118,6 +118,20 @@ def test_rq_shows_running_jobs_and_the_worker_truthfully(redis_client: redis.Red
         (raw_call(TASK, None, [], {"request": {"prompt": [1, 999]}}), "invalid_request", "999"),
         (raw_call(TASK, None, [], [1]), "invalid_request", "keyword arguments only"),
         (raw_call(1), "invalid_request", "form"),
+        (raw_call(TASK, None, [], {"request": {"id": "\ud800", "foo": 1}}), "invalid_request", "surrogate"),
+        (raw_call(TASK, None, [], {"\ud800": 1}), "invalid_request", "surrogate"),
+        (raw_call(TASK, None, [], {"request": {"prompt": "a"}, "batch": "\ud800"}), "invalid_request", "surrogate"),
+        (
+            raw_call(TASK, None, [], {"request": {"prompt": "a", "metadata": {"x": float("nan")}}}),
+            "invalid_request",
+            "JSON",
+        ),
+        (
+            raw_call(TASK, None, [], {"request": {"prompt": "a"}, "batch": "night:done"}),
+            "invalid_request",
+            "night:done",
+        ),
+        (raw_call(TASK, None, [], {"request": {"prompt": "a"}, "batch": ""}), "invalid_request", "batch name"),
         ({"data": "\x80\x04\x95", "status": "queued"}, "invalid_request", "not JSON"),
         ({"data": zlib.compress(b"[" * 100_000), "status": "queued"}, "invalid_request", "not JSON"),
         ({"data": zlib.compress(b"0" * (65 * 2**20)), "status": "queued"}, "invalid_request", "67,108,864"),
@@ -138,11 +152,56 @@ def test_a_bad_job_gets_its_own_error_and_its_neighbour_an_answer(
     assert rq_status(redis_client, "bad") == "failed"
 
 
+class Poison(RuntimeError):
+    """What no part of the worker foresees."""
+
+
+@pytest.mark.parametrize("part", ["encode_prompt", "decode"])
+def test_an_unforeseen_failure_of_one_job_is_its_own(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    original = getattr(ByteCodec, part)
+
+    def fail_for_x(codec: ByteCodec, what: str | list[int]) -> object:
+        if (what if isinstance(what, str) else bytes(what).decode()).startswith(("x", "y")):
+            raise Poison("\ud800")
+        return original(codec, what)
+
+    monkeypatch.setattr(ByteCodec, part, fail_for_x)
+    with running_worker(redis_client), producer_for(redis_client) as producer:
+        bad, good = producer.submit("x", id="mine", max_tokens=3), producer.submit("a", max_tokens=3)
+        assert good.result(timeout=20).text == "bcd"
+        result = bad.result(timeout=20)
+        assert producer.submit("a", max_tokens=2).result(timeout=20).text == "bc"
+    assert result.error is not None
+    assert result.error.code is ErrorCode.INTERNAL_ERROR
+    assert "Poison" in result.error.message
+    assert rq_status(redis_client, bad.id) == "failed"
+
+
 def test_ids_that_no_job_can_have_and_jobs_that_are_gone_are_dropped(redis_client: redis.Redis) -> None:
     with running_worker(redis_client), producer_for(redis_client) as producer:
         redis_client.rpush(keys.rq_queue(QUEUE), b"\xff\xfe:", "a b", "deleted-meanwhile")
         assert producer.submit("a", max_tokens=3).result(timeout=20).text == "bcd"
         wait_until(lambda: not redis_client.exists(keys.claims(_only_worker(redis_client))), "the claims to be empty")
+
+
+def test_keys_that_hold_something_else_hurt_only_the_jobs_that_lead_to_them(redis_client: redis.Redis) -> None:
+    redis_client.set(keys.rq_job("text"), "not a hash")
+    redis_client.set(keys.batch("taken"), "not a hash")
+    redis_client.hset(keys.batch("odd"), "completed", "many")
+    redis_client.zadd(f"rq:wip:{QUEUE}", {"text:execution": 1})
+    with producer_for(redis_client) as producer:
+        for batch in ("taken", "odd"):
+            redis_client.hset(
+                keys.rq_job(batch), mapping=job_hash(Request(prompt="x", max_tokens=3), queue=QUEUE, batch=batch)
+            )
+        redis_client.rpush(keys.rq_queue(QUEUE), "text", "taken", "odd")
+        with running_worker(redis_client):
+            assert producer.submit("a", max_tokens=3).result(timeout=20).text == "bcd"
+            wait_until(lambda: not redis_client.exists(keys.claims(_only_worker(redis_client))), "empty claims")
+            # A second answer shows that the first round of writes did not end the worker or go on forever.
+            assert producer.submit("b", max_tokens=3).result(timeout=20).text == "cde"
 
 
 def _only_worker(connection: redis.Redis) -> str:

@@ -41,6 +41,15 @@ DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_RESULT_TTL_S = 7 * 24 * 3600
 
 
+def whole_number(name: str) -> int | None:
+    """A variable as a whole number; None if it is unset or empty. Raises SettingsError."""
+    text = os.environ.get(name, "")
+    try:
+        return int(text) if text else None
+    except ValueError:
+        raise SettingsError(f"{name} is {text[:40]!r}; it must be a whole number") from None
+
+
 def refuse_unknown_variables() -> None:
     """Raise SettingsError for a HEADRACE_* variable that nothing reads: a misspelt setting must not be ignored."""
     for name in sorted(os.environ):

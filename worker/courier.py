@@ -215,7 +215,9 @@ class Courier:
             return self._settler.finished(held, row)
         except Exception as error:  # whatever it is, the results of the others must not wait for it
             logger.exception("the result of job %s could not be made", row.row_id)
-            return self._settler.given_up(held.running, unforeseen(error), batch=held.batch, body={"id": held.request.id})
+            return self._settler.given_up(
+                held.running, unforeseen(error), batch=held.batch, body={"id": held.request.id}
+            )
 
     def _return_rows(self) -> int:
         returned = list(self._returned)

@@ -32,7 +32,7 @@ def generate(request: Any, batch: str | None = None) -> dict[str, Any]:
     if job is None:
         raise RuntimeError("headrace.worker.tasks.generate runs inside an RQ job only")
     result = _run(request, batch, str(job.id), str(job.worker_name or "rq"), _queued_s(job.enqueued_at))
-    ttl_s = int(os.environ.get(environment.RESULT_TTL, environment.DEFAULT_RESULT_TTL_S))
+    ttl_s = environment.whole_number(environment.RESULT_TTL) or environment.DEFAULT_RESULT_TTL_S
     with job.connection.pipeline() as pipeline:
         for command in outcome_commands(result, ttl_s):
             pipeline.execute_command(*command)
@@ -73,14 +73,13 @@ def _run(body: Any, batch: str | None, job_id: str, worker: str, queued_s: float
 @lru_cache(maxsize=1)
 def _loaded() -> Loaded:
     """The model, loaded once a process."""
-    max_context = os.environ.get(environment.MAX_CONTEXT)
     return load(
         EngineSettings(
             model=os.environ.get(environment.MODEL, environment.DEFAULT_MODEL),
             slots=1,
             dtype=os.environ.get(environment.DTYPE, "auto"),
             device=os.environ.get(environment.DEVICE, "auto"),
-            max_context=int(max_context) if max_context else None,
+            max_context=environment.whole_number(environment.MAX_CONTEXT),
         )
     )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from numba import njit, types
@@ -12,7 +15,22 @@ from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.worker.cache_folder import cache_folder
+
 Array = NDArray[Any]
+
+
+def _kernels_folder() -> Path:
+    """Where compiled kernels are kept, by the sources of all: Numba's own cache looks at the file that a kernel stands
+    in alone, and would go on with an old kernel when a function that it calls, from another file, has changed.
+    """
+    sources = sorted(Path(__file__).parent.glob("cpu_*.py"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    return cache_folder() / "kernels" / digest[:16]
+
+
+if not numba.config.CACHE_DIR:
+    numba.config.CACHE_DIR = str(_kernels_folder())
 
 
 def as_array(tensor: Tensor) -> Array:
@@ -63,7 +81,7 @@ def exp(value: Any) -> Any:
 
     The library's exp is called once a value; this one runs on whole vectors.
     """
-    value = max(value, np.float32(-87.0))
+    value = max(value, np.float32(-150.0))  # where float32 has long been zero
     power = np.floor(value * np.float32(1.44269504) + np.float32(0.5))
     rest = value - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
     series = np.float32(1.9875691500e-4)
@@ -73,4 +91,11 @@ def exp(value: Any) -> Any:
     series = series * rest + np.float32(1.6666665459e-1)
     series = series * rest + np.float32(5.0000001201e-1)
     series = series * rest * rest + rest + np.float32(1)
-    return series * np.int32((np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)
+    # Below 2**-126 the power of two is not a float32 of full precision; its halves are.
+    half = np.int32(power) >> np.int32(1)
+    return series * _power_of_two(half) * _power_of_two(np.int32(power) - half)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _power_of_two(power: Any) -> Any:
+    return np.int32((power + np.int32(127)) << np.int32(23)).view(np.float32)

@@ -172,9 +172,7 @@ def test_a_gate_is_opened_by_silu(kind: str, dtype: torch.dtype) -> None:
     expected = functional.silu(both[0].double()) * both[1].double()
     found = gated_silu(both.view(1, 1, -1))[0, 0]
     assert found.dtype == dtype
-    assert torch.allclose(
-        found.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=max(1e-33, 4 * torch.finfo(dtype).tiny)
-    )
+    assert torch.allclose(found.double(), expected, rtol=3 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).tiny)
     assert gated_silu(torch.tensor([[[torch.nan, 1.0]]], dtype=dtype)).isnan().all()
 
 

@@ -120,7 +120,7 @@ class Runner:
 
 def usage(row: Row) -> Usage:
     """Tokens that a row took and made."""
-    return Usage(prompt_tokens=len(row.prompt_ids), completion_tokens=len(row.token_ids))
+    return Usage(prompt_tokens=len(row.prompt_ids), completion_tokens=len(row.token_ids), cached_tokens=row.num_reused)
 
 
 def timing(row: Row, queued_s: float) -> Timing:

@@ -1,8 +1,8 @@
-"""Attention of one new token a row over the cache, compiled for the CPU with Numba.
+"""Attention of tokens over the cache, compiled for the CPU with Numba.
 
-Each row reads its own positions only, once, in the order they lie in memory, so the time is that of the bytes that are
-live, and a row's result depends on that row alone, bit for bit. Keys lie in blocks of BLOCK positions with the head's
-dimensions outside, so that the scores of a block add up side by side without sums across a vector.
+Each token reads its own row's positions only, once, in the order they lie in memory, so the time is that of the bytes
+that are live, and a token's result depends on its row alone, bit for bit. Keys lie in blocks of BLOCK positions with
+the head's dimensions outside, so that the scores of a block add up side by side without sums across a vector.
 """
 
 from __future__ import annotations
@@ -15,107 +15,111 @@ import numpy as np
 from numba import njit, prange
 
 from headrace.worker.engine.cpu_numbers import Array, exp, load, store
+from headrace.worker.engine.cpu_vectors import LANES, dot_columns, weigh_rows
 
-BLOCK = 16
-UNROLL = 8  # terms added in one go; head sizes are multiples of it
+BLOCK = 64
+_MOST_QUERIES = 7  # whose sums for a block fit into the registers
 
 Kernel = Callable[..., None]
+_COMPILED: dict[str, Any] = {
+    "parallel": True,
+    "fastmath": True,
+    "boundscheck": False,
+    "error_model": "numpy",
+    "cache": True,
+    "nogil": True,
+}
+
+
+@njit(**_COMPILED)  # type: ignore[untyped-decorator]
+def rotate_and_store(
+    mixed: Array, rotations: Array, slots: Array, positions: Array, queries: Array, keys: Array, values: Array
+) -> None:
+    """Turn queries and keys by their positions' angles; keys and values go into the cache, queries into `queries`.
+
+    mixed (T, H + 2K, D), rotations (T, 2, D), slots and positions (T,), queries (T, H, D) float32, keys (slots, K,
+    S/BLOCK, D, BLOCK), values (slots, K, S, D). bfloat16 is passed as its bits, uint16.
+    """
+    num_heads, num_kv = queries.shape[1], keys.shape[1]
+    half = queries.shape[2] // 2
+    for token in prange(mixed.shape[0]):
+        slot, position = slots[token], positions[token]
+        cos, sin = rotations[token, 0], rotations[token, 1]
+        block, column = position // BLOCK, position % BLOCK
+        for head in range(num_heads):
+            heads = mixed[token, head]
+            for d in range(half):
+                first, second = load(heads[d]), load(heads[half + d])
+                queries[token, head, d] = first * load(cos[d]) - second * load(sin[d])
+                queries[token, head, half + d] = second * load(cos[half + d]) + first * load(sin[half + d])
+        for kv in range(num_kv):
+            heads = mixed[token, num_heads + kv]
+            for d in range(half):
+                first, second = load(heads[d]), load(heads[half + d])
+                keys[slot, kv, block, d, column] = store(
+                    first * load(cos[d]) - second * load(sin[d]), keys[0, 0, 0, 0, 0]
+                )
+                keys[slot, kv, block, half + d, column] = store(
+                    second * load(cos[half + d]) + first * load(sin[half + d]), keys[0, 0, 0, 0, 0]
+                )
+            value = mixed[token, num_heads + num_kv + kv]
+            for d in range(2 * half):
+                values[slot, kv, position, d] = value[d]
 
 
 @lru_cache
-def decode_kernel(queries_per_kv: int, head_dim: int) -> Kernel:  # noqa: C901
+def attend_kernel(queries_per_kv: int, head_dim: int) -> Kernel:
     """Compile the kernel for a model's shape (a few seconds, once a machine: the code is kept on disk).
 
-    The kernel takes queries (B, H, D), keys (slots, K, S/BLOCK, D, BLOCK), values (slots, K, S, D), lengths (B,) int64,
-    the output (B, H, D) and the scale of the scores. bfloat16 is passed as its bits, uint16.
-
-    It is one function, with the shape as constants: split into its three parts it took one and a half times as long.
+    The kernel takes queries (T, H, D) float32, keys (slots, K, S/BLOCK, D, BLOCK), values (slots, K, S, D), slots and
+    positions (T,), and the output (T, H, D). bfloat16 is passed as its bits, uint16.
     """
+    together = max(count for count in range(1, _MOST_QUERIES + 1) if queries_per_kv % count == 0)
+    tiles = max(count for count in range(1, 5) if head_dim % (count * LANES) == 0)
+    scale = np.float32(head_dim**-0.5)
 
-    @njit(parallel=True, fastmath=True, boundscheck=False, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
-    def attend(  # noqa: C901
-        queries: Array, keys: Array, values: Array, lengths: Array, output: Array, scale: Any
-    ) -> None:
-        num_kv = keys.shape[1]
-        for task in prange(queries.shape[0] * num_kv):
-            row = task // num_kv
-            kv = task % num_kv
-            length = lengths[row]
-            num_blocks = (length + BLOCK - 1) // BLOCK
-            scores = np.empty((queries_per_kv, num_blocks * BLOCK), np.float32)
-            query = np.empty((queries_per_kv, head_dim), np.float32)
-            for g in range(queries_per_kv):
-                for d in range(head_dim):
-                    query[g, d] = load(queries[row, kv * queries_per_kv + g, d]) * scale
-
-            # 1. Scores, block by block.
-            block = np.empty((head_dim, BLOCK), np.float32)
-            for b in range(num_blocks):
-                stored = keys[row, kv, b]
-                for d in range(head_dim):
-                    for p in range(BLOCK):
-                        block[d, p] = load(stored[d, p])
-                for g in range(queries_per_kv):
-                    q = query[g]
-                    score = scores[g, b * BLOCK : (b + 1) * BLOCK]
-                    for p in range(BLOCK):
-                        score[p] = np.float32(0)
-                    for d in range(0, head_dim, UNROLL):
-                        q0, q1, q2, q3 = q[d], q[d + 1], q[d + 2], q[d + 3]
-                        q4, q5, q6, q7 = q[d + 4], q[d + 5], q[d + 6], q[d + 7]
-                        for p in range(BLOCK):
-                            score[p] += (
-                                q0 * block[d, p]
-                                + q1 * block[d + 1, p]
-                                + q2 * block[d + 2, p]
-                                + q3 * block[d + 3, p]
-                                + q4 * block[d + 4, p]
-                                + q5 * block[d + 5, p]
-                                + q6 * block[d + 6, p]
-                                + q7 * block[d + 7, p]
-                            )
-
-            # 2. Softmax over the row's own positions; what the last block has beyond them weighs nothing.
-            for g in range(queries_per_kv):
-                top = np.float32(-3e38)
-                for p in range(length):
-                    top = max(top, scores[g, p])
-                total = np.float32(0)
-                for p in range(length):
-                    weight = exp(scores[g, p] - top)
-                    scores[g, p] = weight
-                    total += weight
-                share = np.float32(1) / total
-                for p in range(length):
-                    scores[g, p] *= share
-                for p in range(length, num_blocks * BLOCK):
-                    scores[g, p] = np.float32(0)
-
-            # 3. The values, weighted.
-            sums = np.zeros((queries_per_kv, head_dim), np.float32)
-            rows = np.empty((UNROLL, head_dim), np.float32)
-            for p in range(0, num_blocks * BLOCK, UNROLL):
-                for i in range(UNROLL):
-                    value = values[row, kv, p + i]
+    @njit(**_COMPILED)  # type: ignore[untyped-decorator]
+    def attend(queries: Array, keys: Array, values: Array, slots: Array, positions: Array, output: Array) -> None:
+        num_tokens, num_kv, room = queries.shape[0], keys.shape[1], values.shape[2]
+        all_queries, all_keys, all_values = queries.reshape(-1), keys.reshape(-1), values.reshape(-1)
+        for task in prange(num_tokens * num_kv):
+            token, kv = task % num_tokens, task // num_tokens
+            length = positions[token] + 1
+            padded = (length + BLOCK - 1) // BLOCK * BLOCK
+            scores = np.empty(together * padded, np.float32)
+            sums = np.empty(together * head_dim, np.float32)
+            query = np.empty(together * head_dim, np.float32)
+            stored = (slots[token] * num_kv + kv) * room * head_dim
+            for head in range(kv * queries_per_kv, (kv + 1) * queries_per_kv, together):
+                first = (token * queries.shape[1] + head) * head_dim
+                for i in range(together * head_dim):
+                    query[i] = all_queries[first + i] * scale
+                for p in range(0, padded, BLOCK):
+                    place = stored + p * head_dim
+                    dot_columns(query, head_dim, all_keys, place, scores, p, padded, together, head_dim, BLOCK)
+                _softmax(scores, length, padded, together)
+                for d in range(0, head_dim, tiles * LANES):
+                    weigh_rows(scores, 0, padded, all_values, stored + d, length, sums, d, together, head_dim, tiles)
+                for g in range(together):
                     for d in range(head_dim):
-                        rows[i, d] = load(value[d])
-                for g in range(queries_per_kv):
-                    sum_g = sums[g]
-                    w0, w1, w2, w3 = scores[g, p], scores[g, p + 1], scores[g, p + 2], scores[g, p + 3]
-                    w4, w5, w6, w7 = scores[g, p + 4], scores[g, p + 5], scores[g, p + 6], scores[g, p + 7]
-                    for d in range(head_dim):
-                        sum_g[d] += (
-                            w0 * rows[0, d]
-                            + w1 * rows[1, d]
-                            + w2 * rows[2, d]
-                            + w3 * rows[3, d]
-                            + w4 * rows[4, d]
-                            + w5 * rows[5, d]
-                            + w6 * rows[6, d]
-                            + w7 * rows[7, d]
-                        )
-            for g in range(queries_per_kv):
-                for d in range(head_dim):
-                    output[row, kv * queries_per_kv + g, d] = store(sums[g, d], output[row, 0, 0])
+                        output[token, head + g, d] = store(sums[g * head_dim + d], output[0, 0, 0])
 
     return attend  # type: ignore[no-any-return]
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _softmax(scores: Array, length: Any, padded: Any, count: Any) -> None:
+    """Of each of `count` queries, over its first `length` scores."""
+    for g in range(count):
+        row = scores[g * padded : g * padded + length]
+        top = np.float32(-3e38)
+        for p in range(length):
+            top = max(top, row[p])
+        total = np.float32(0)
+        for p in range(length):
+            weight = exp(row[p] - top)
+            row[p] = weight
+            total += weight
+        share = np.float32(1) / total
+        for p in range(length):
+            row[p] *= share

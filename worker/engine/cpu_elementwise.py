@@ -20,6 +20,7 @@ _COMPILED: dict[str, Any] = {
     "boundscheck": False,
     "error_model": "numpy",
     "cache": True,
+    "nogil": True,
 }
 
 

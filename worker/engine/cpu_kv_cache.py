@@ -7,16 +7,18 @@ import torch
 from torch import Tensor
 
 from headrace.worker.engine.config import ModelConfig
-from headrace.worker.engine.cpu_attention import BLOCK, UNROLL, decode_kernel
+from headrace.worker.engine.cpu_attention import BLOCK, attend_kernel, rotate_and_store
 from headrace.worker.engine.cpu_numbers import as_array
+from headrace.worker.engine.cpu_vectors import LANES
 from headrace.worker.engine.kv_cache import KVCache
+from headrace.worker.engine.packing import PackedTokens
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def is_supported(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this cache can hold such a model; the plain one can hold any."""
-    return device.type == "cpu" and dtype in _DTYPES and config.head_dim % UNROLL == 0
+    return device.type == "cpu" and dtype in _DTYPES and config.head_dim % LANES == 0
 
 
 class CpuKVCache(KVCache):
@@ -25,8 +27,7 @@ class CpuKVCache(KVCache):
     def __init__(self, config: ModelConfig, *, num_slots: int, max_context: int, dtype: torch.dtype) -> None:
         self._blocks = -(-max_context // BLOCK)
         super().__init__(config, num_slots=num_slots, max_context=max_context, dtype=dtype, device=torch.device("cpu"))
-        self._attend = decode_kernel(config.queries_per_kv, config.head_dim)
-        self._scale = config.head_dim**-0.5
+        self._attend = attend_kernel(config.queries_per_kv, config.head_dim)
         # The kernel's threads and torch's are the same OpenMP pool; more of one than of the other would wait in turn.
         numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
         self._key_arrays = [as_array(layer) for layer in self.keys]
@@ -39,35 +40,18 @@ class CpuKVCache(KVCache):
             (*outer, self._blocks * BLOCK, config.head_dim),
         )
 
-    def write_prompts(self, layer: int, first_slot: int, keys: Tensor, values: Tensor) -> None:
-        rows, length, kv_heads, head_dim = keys.shape
-        slots = slice(first_slot, first_slot + rows)
-        blocks = -(-length // BLOCK)
-        padded = torch.nn.functional.pad(keys, (0, 0, 0, 0, 0, blocks * BLOCK - length))
-        blocked = padded.view(rows, blocks, BLOCK, kv_heads, head_dim).permute(0, 3, 1, 4, 2)
-        self.keys[layer, slots, :, :blocks] = blocked
-        self.values[layer, slots, :, :length] = values.transpose(1, 2)
+    def attend(self, layer: int, mixed: Tensor, rotations: Tensor, tokens: PackedTokens) -> Tensor:
+        num_tokens, num_heads = len(mixed), self._heads[0]
+        keys, values = self._key_arrays[layer], self._value_arrays[layer]
+        slots, positions = tokens.slots.numpy(), tokens.positions.numpy()
+        queries = torch.empty(num_tokens, num_heads, self._head_dim).numpy()
+        attended = torch.empty(num_tokens, num_heads, self._head_dim, dtype=mixed.dtype)
+        heads = as_array(mixed.view(num_tokens, -1, self._head_dim))
+        rotate_and_store(heads, as_array(rotations), slots, positions, queries, keys, values)
+        self._attend(queries, keys, values, slots, positions, as_array(attended))
+        return attended.view(num_tokens, -1)
 
-    def write_step(self, layer: int, positions: Tensor, keys: Tensor, values: Tensor) -> None:
-        rows = torch.arange(positions.shape[0])
-        self.keys[layer, rows, :, positions // BLOCK, :, positions % BLOCK] = keys
-        self.values[layer, rows, :, positions] = values
-
-    def attend(self, layer: int, queries: Tensor, lengths: Tensor, longest: int) -> Tensor:
-        attended = torch.empty(queries.shape, dtype=queries.dtype)
-        self._attend(
-            as_array(queries.contiguous()),
-            self._key_arrays[layer],
-            self._value_arrays[layer],
-            lengths.numpy(),
-            as_array(attended),
-            self._scale,
-        )
-        return attended
-
-    def move(self, source: int, target: int) -> None:
-        length = int(self.lengths[source])
-        blocks = -(-length // BLOCK)
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        blocks = -(-length // BLOCK)  # what the last one has beyond the prefix is written over before it is read
         self.keys[:, target, :, :blocks] = self.keys[:, source, :, :blocks]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
-        self.lengths[target] = length

@@ -12,33 +12,30 @@ from torch import Tensor
 
 from headrace.shared.schema import FinishReason
 from headrace.worker.engine.kv_cache import KVCache
+from headrace.worker.engine.packing import PackedTokens, pack
+from headrace.worker.engine.prefixes import PrefixIndex
 from headrace.worker.engine.rows import LiveRows, Row, now_s, suppress_early_stops
 from headrace.worker.engine.sampling import BatchSampling, sample
-from headrace.worker.engine.scheduler import padded_length, take_newcomers
+from headrace.worker.engine.scheduler import MAX_PROMPT_TOKENS, share_out
 from headrace.worker.engine.stopping import Finish, finish_of
-
-MAX_PREFILL_TOKENS = 2048
 
 
 class Model(Protocol):
     """What the loop needs of a model; `Decoder` is one."""
 
-    def prefill(self, token_ids: Tensor, lengths: Tensor, cache: KVCache, first_slot: int) -> Tensor:
-        """(B, T), (B,) -> (B, V)."""
-
-    def decode_step(self, token_ids: Tensor, positions: Tensor, longest: int, cache: KVCache) -> Tensor:
-        """(B,), (B,) -> (B, V)."""
+    def forward(self, tokens: PackedTokens, cache: KVCache) -> Tensor:
+        """Store the tokens in the cache; the logits that follow the `last` ones: (B, V)."""
 
 
 @dataclass
 class StepCounts:
-    """What the engine has done since it started. A row-step is one row's share of one decode step."""
+    """What the engine has done since it started. A row-step is one row's share of one step."""
 
-    decode_steps: int = 0
-    row_steps: int = 0
+    steps: int = 0
+    row_steps: int = 0  # tokens generated
     idle_row_steps: int = 0  # slots that were empty in a step while rows waited
-    prompt_tokens: int = 0
-    padding_tokens: int = 0  # of prefill
+    prompt_tokens: int = 0  # computed, those of interrupted rows' answers too
+    reused_tokens: int = 0  # of prompts, copied from other rows
 
 
 class Engine:
@@ -47,10 +44,11 @@ class Engine:
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model = model
         self._cache = cache
-        self._device = cache.keys.device
         self._waiting: deque[Row] = deque()
-        self._live = LiveRows(self._device, on_move=cache.move)
+        self._live = LiveRows(cache.num_slots)
+        self._prefixes = PrefixIndex()
         self._done: list[Row] = []  # out of the batch; the step that took them out returns them
+        self._sampling_of: tuple[list[Row], BatchSampling] = ([], BatchSampling([], cache.device))
         self.counts = StepCounts()
 
     @property
@@ -68,8 +66,12 @@ class Engine:
         return len(self._waiting) + len(self._live) + len(self._done)
 
     def submit(self, row: Row) -> None:
-        """Queue a row; it is admitted when a slot is free. Its prompt must leave a position to generate in."""
-        assert 0 < len(row.prompt_ids) < self.max_context
+        """Queue a row; it is admitted when a slot is free. It must leave a position to generate in.
+
+        A row that has tokens already goes on behind them, as if it had never been interrupted, to the bit.
+        """
+        assert row.prompt_ids
+        assert row.length < self.max_context
         self._waiting.append(row)
 
     def end(self, row_id: str, reason: FinishReason) -> bool:
@@ -92,74 +94,68 @@ class Engine:
 
     def drop_all(self) -> list[Row]:
         """Forget all rows and return them, also those that a failed step has left half done."""
-        for slot in range(len(self._live)):
-            self._cache.clear(slot)  # who knows what a failed step has left there
-        rows = [*self._done, *self._live.rows, *self.drop_waiting()]
-        self._live = LiveRows(self._device, on_move=self._cache.move)
+        rows = [*self._done, *self._take_out(lambda row: True)]
         self._done = []
+        for slot in range(self.num_slots):  # who knows what a failed step has left there
+            self._wipe(slot)
         return rows
 
     def step(self) -> list[Row]:
-        """Admit newcomers, advance every live row by a token, and return the rows that are done.
+        """Admit newcomers, advance every live row, and return the rows that are done.
 
         If the model raises, every row is still here, those that are done too: `drop_all` returns them.
         """
         self._end_overdue()
         self._leave()
         self._admit()
-        self._leave()
-        if self._live:
-            self._decode()
+        if self._live.rows:
+            self._advance()
             self._leave()
         done, self._done = self._done, []
         return done
 
-    def _decode(self) -> None:
-        rows = len(self._live)
-        positions = self._cache.lengths[:rows].clone()  # (B,) on the host
-        logits = self._model.decode_step(
-            self._live.last_tokens(), positions.to(self._device), int(positions.max()) + 1, self._cache
-        )
-        self._cache.advance(rows)
-        self._accept(self._live.rows, logits, self._live.sampling)
-        self.counts.decode_steps += 1
-        self.counts.row_steps += rows
-        self.counts.idle_row_steps += min(self.num_slots - rows, len(self._waiting))
+    def _advance(self) -> None:
+        """One pass through the model: a token for each row whose prompt is complete, and a part of the others'."""
+        shares = share_out(self._live.rows, MAX_PROMPT_TOKENS)
+        tokens = pack(shares, self._cache.device)
+        logits = self._model.forward(tokens, self._cache)
+        for row, count in shares:
+            self.counts.prompt_tokens += count if row.num_pending > 1 else 0
+            row.num_cached += count
+        complete = [row for row, _ in shares if row.num_pending == 0]
+        self.counts.steps += 1
+        self.counts.row_steps += len(complete)
+        self.counts.idle_row_steps += min(self._live.num_free, len(self._waiting))
+        if complete:
+            self._accept(complete, logits)
 
     def _admit(self) -> None:
-        first_slot = len(self._live)
-        groups = take_newcomers(self._waiting, self.num_slots - first_slot, MAX_PREFILL_TOKENS, self.max_context)
-        for group in groups:
-            self._live.add(group)  # all of them before any is run, so that none is lost if that fails
-        for group in groups:
-            self._prefill(group, first_slot)
-            first_slot += len(group)
+        """Give free slots to waiting rows, in order, as long as this pass has room for their prompts."""
+        room = MAX_PROMPT_TOKENS - sum(row.num_pending for row in self._live.rows if row.num_pending > 1)
+        while self._waiting and self._live.num_free and room > 0:
+            row = self._waiting[0]
+            shared = self._prefixes.find(row.prompt_ids)
+            if shared is not None and not shared.is_ready:
+                break  # the next pass can copy what this one computes
+            self._live.add(self._waiting.popleft())
+            row.admitted_at_s = now_s()
+            row.num_cached = row.num_reused = 0
+            if shared is not None:
+                self._cache.copy_prefix(shared.slot, row.slot, shared.length)
+                row.num_cached = row.num_reused = shared.length
+                self.counts.reused_tokens += shared.length
+            self._prefixes.put(row)
+            room -= row.num_pending
 
-    def _prefill(self, group: list[Row], first_slot: int) -> None:
-        """Run the prompts of rows of one padded length, which have the slots from `first_slot` on."""
-        started = now_s()
-        lengths = [len(row.prompt_ids) for row in group]
-        padded = padded_length(lengths[0], self.max_context)
-        token_ids = torch.tensor([row.prompt_ids + [0] * (padded - len(row.prompt_ids)) for row in group])  # (B, T)
-        logits = self._model.prefill(
-            token_ids.to(self._device), torch.tensor(lengths, device=self._device), self._cache, first_slot
-        )
-        for offset, row in enumerate(group):
-            self._cache.commit(first_slot + offset, lengths[offset])
-            row.admitted_at_s = started
-        self._accept(group, logits, BatchSampling([row.sampling for row in group], self._device))
-        for row in group:
-            row.first_token_at_s = now_s()
-        self.counts.prompt_tokens += sum(lengths)
-        self.counts.padding_tokens += padded * len(group) - sum(lengths)
-
-    def _accept(self, rows: list[Row], logits: Tensor, sampling: BatchSampling) -> None:
+    def _accept(self, rows: list[Row], logits: Tensor) -> None:
         """Sample one token a row, append it, and mark the rows that are done with it."""
         logits = suppress_early_stops(logits, rows)
-        positions = torch.tensor([row.length for row in rows], device=self._device)
-        token_ids, failed = sample(logits, sampling, positions)
+        positions = torch.tensor([row.length for row in rows], device=self._cache.device)
+        token_ids, failed = sample(logits, self._sampling(rows), positions)
         chosen = torch.stack((token_ids, failed.long())).tolist()  # the step's one host synchronisation
+        now = now_s()
         for row, token_id, has_failed in zip(rows, *chosen, strict=True):
+            row.first_token_at_s = row.first_token_at_s or now
             if has_failed:
                 row.finish = Finish(reason=FinishReason.ERROR)
                 row.error = "the model gave no finite logits for this row"
@@ -167,18 +163,28 @@ class Engine:
             row.token_ids.append(token_id)
             row.finish = finish_of(row.stopping, len(row.token_ids), token_id, row.strings)
 
+    def _sampling(self, rows: list[Row]) -> BatchSampling:
+        """The rows' sampling parameters, built anew only when other rows sample than before."""
+        if rows != self._sampling_of[0]:
+            self._sampling_of = (rows, BatchSampling([row.sampling for row in rows], self._cache.device))
+        return self._sampling_of[1]
+
     def _leave(self) -> None:
         """Take out the rows that are done."""
-        for slot, row in enumerate(self._live.rows):
+        for row in self._live.rows:
             if row.error is not None:
-                self._cache.clear(slot)
+                self._wipe(row.slot)
         done = self._take_out(lambda row: row.finish is not None)
         for row in done:
             row.finished_at_s = now_s()
         self._done += done
 
+    def _wipe(self, slot: int) -> None:
+        self._prefixes.forget(slot)
+        self._cache.clear(slot)
+
     def _take_out(self, leaves: Callable[[Row], bool]) -> list[Row]:
-        """Take rows out of the waiting and the live ones, and return them."""
+        """Take rows out of the live and the waiting ones, and return them."""
         out = [row for row in self._waiting if leaves(row)]
         for row in out:
             self._waiting.remove(row)

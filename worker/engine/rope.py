@@ -38,6 +38,6 @@ def rotation_table(config: ModelConfig, positions: int, dtype: torch.dtype) -> T
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head's pairs by its position's angle: (B, T, heads, D), (B, T, 1, D) twice -> (B, T, heads, D)."""
+    """Turn each head's pairs by its token's angle: (T, heads, D), (T, 1, D) twice -> (T, heads, D)."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-second, first), dim=-1) * sin

@@ -9,13 +9,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headrace.worker.engine.sampling import BatchSampling, SamplingParams
+from headrace.worker.engine.sampling import SamplingParams
 from headrace.worker.engine.stopping import Finish, StopParams, StopStrings
+
+NO_SLOT = -1
 
 
 @dataclass(eq=False, kw_only=True)
 class Row:
-    """One sequence in the making. `row_id` is the caller's; `deadline_s` is on time.monotonic's clock."""
+    """One sequence in the making. `row_id` is the caller's; `deadline_s` is on time.monotonic's clock.
+
+    A row may come with `token_ids`: one that was interrupted goes on where it was.
+    """
 
     row_id: str
     prompt_ids: list[int]
@@ -24,6 +29,9 @@ class Row:
     strings: StopStrings | None = None
     deadline_s: float | None = None
     token_ids: list[int] = field(default_factory=list)
+    slot: int = NO_SLOT
+    num_cached: int = 0  # positions that are in the cache
+    num_reused: int = 0  # of the prompt's, those that were copied from another row
     finish: Finish | None = None
     error: str | None = None
     admitted_at_s: float = 0.0
@@ -35,52 +43,47 @@ class Row:
         """Prompt and generated tokens."""
         return len(self.prompt_ids) + len(self.token_ids)
 
+    @property
+    def num_pending(self) -> int:
+        """Known tokens that the model has not seen: one of a row that decodes, more of a newcomer."""
+        return self.length - self.num_cached
+
+    def known(self, start: int, stop: int) -> list[int]:
+        """Tokens of the prompt and of what has been generated, by position."""
+        prompt = len(self.prompt_ids)
+        if start >= prompt:
+            return self.token_ids[start - prompt : stop - prompt]
+        return (self.prompt_ids + self.token_ids)[start:stop]
+
 
 class LiveRows:
-    """The live rows, dense: row i of every tensor, and slot i of the cache, belong to `rows[i]`.
+    """The rows that have a slot of the cache, in the order they came, and the slots that are free."""
 
-    `on_move(source, target)` is told when a row changes its place.
-    """
-
-    def __init__(self, device: torch.device, on_move: Callable[[int, int], None]) -> None:
-        self._device = device
-        self._on_move = on_move
-        self._sampling: BatchSampling | None = None
+    def __init__(self, num_slots: int) -> None:
         self.rows: list[Row] = []
+        self._free = list(range(num_slots))
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __bool__(self) -> bool:
-        return bool(self.rows)
-
     @property
-    def sampling(self) -> BatchSampling:
-        """The sampling parameters of all live rows, rebuilt only when rows have come or gone."""
-        if self._sampling is None:
-            self._sampling = BatchSampling([row.sampling for row in self.rows], self._device)
-        return self._sampling
+    def num_free(self) -> int:
+        """Slots without a row."""
+        return len(self._free)
 
-    def last_tokens(self) -> Tensor:
-        """The token that each row feeds to its next step: (B,)."""
-        return torch.tensor([row.token_ids[-1] for row in self.rows], device=self._device)
-
-    def add(self, rows: list[Row]) -> None:
-        """Take rows in at the end."""
-        self.rows.extend(rows)
-        self._sampling = None
+    def add(self, row: Row) -> None:
+        """Give a row a slot: the one that was left the longest ago, for what the last ones held may be of use."""
+        row.slot = self._free.pop(0)
+        self.rows.append(row)
 
     def take_out(self, leaves: Callable[[Row], bool]) -> list[Row]:
-        """Take out the rows that leave and return them; from the end on, the last row fills each gap."""
-        gone = [index for index, row in enumerate(self.rows) if leaves(row)]
-        out = [self.rows[index] for index in gone]
-        for index in reversed(gone):
-            last = self.rows.pop()
-            if index < len(self.rows):
-                self.rows[index] = last
-                self._on_move(len(self.rows), index)
-        if gone:
-            self._sampling = None
+        """Take out the rows that leave and return them. Their `slot` is NO_SLOT from here on."""
+        out = [row for row in self.rows if leaves(row)]
+        if out:
+            self.rows = [row for row in self.rows if not leaves(row)]
+        for row in out:
+            self._free.append(row.slot)
+            row.slot = NO_SLOT
         return out
 
 

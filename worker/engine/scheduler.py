@@ -1,33 +1,20 @@
-"""Who is prefilled next. Newcomers are taken in order of arrival and padded together by like lengths."""
+"""What one pass computes: a token of every row that decodes, then as much of newcomers' prompts as there is room for."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections.abc import Sequence
 
 from headrace.worker.engine.rows import Row
 
-PAD_MULTIPLE = 32
+MAX_PROMPT_TOKENS = 1024  # in one pass, so that live rows do not wait long for their next token
 
 
-def padded_length(length: int, max_context: int) -> int:
-    """The length that a prompt is padded to: it follows from its own length alone, so neighbours can't change it."""
-    return min(-(-length // PAD_MULTIPLE) * PAD_MULTIPLE, max_context)
-
-
-def take_newcomers(waiting: deque[Row], free_slots: int, max_tokens: int, max_context: int) -> list[list[Row]]:
-    """Take rows off the front of `waiting` and return them as groups of one padded length each.
-
-    At most `free_slots` rows, and at most `max_tokens` padded tokens in all, so that live rows do not wait long for
-    their next step; one row is taken whatever its length.
-    """
-    groups: defaultdict[int, list[Row]] = defaultdict(list)
-    tokens = 0
-    taken = 0
-    while waiting and taken < free_slots:
-        length = padded_length(len(waiting[0].prompt_ids), max_context)
-        if taken and tokens + length > max_tokens:
-            break
-        groups[length].append(waiting.popleft())
-        tokens += length
-        taken += 1
-    return list(groups.values())
+def share_out(rows: Sequence[Row], max_prompt_tokens: int) -> list[tuple[Row, int]]:
+    """How many of its pending tokens each row gets computed: all rows that decode, newcomers in order of arrival."""
+    shares = [(row, 1) for row in rows if row.num_pending == 1]
+    for row in rows:
+        if row.num_pending > 1 and max_prompt_tokens > 0:
+            count = min(row.num_pending, max_prompt_tokens)
+            shares.append((row, count))
+            max_prompt_tokens -= count
+    return shares

@@ -148,14 +148,21 @@ def bench(
     type=click.FloatRange(min=1),
     default=DEFAULT_STEP_MS,
     show_default=True,
-    help="Time of a step of the workers of which there are 1 to 16.",
+    help="Time of a step of the workers that are compared in number.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    help="The most workers; 1, 2, 4, … are compared.",
 )
 @_json_option
-def bench_queue(queue_jobs: int, step_ms: float, json_path: Path | None) -> None:
+def bench_queue(queue_jobs: int, step_ms: float, workers: int, json_path: Path | None) -> None:
     """Measure the queue alone: a producer, workers whose engines compute nothing, and a private server."""
     require_worker("bench-queue")
     with _interruptible():
-        figures = measure_queue(queue_jobs, step_ms)
+        figures = measure_queue(queue_jobs, step_ms, workers)
     click.echo(queue_tables(figures))
     _write_json(json_path, asdict(figures))
 

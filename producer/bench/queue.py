@@ -20,7 +20,6 @@ from headrace.shared.connection import connect
 
 SHORT_QUEUE = 1_000
 MIDDLE_QUEUE = 10_000
-WORKER_COUNTS = (1, 2, 4, 8, 16)
 _QUEUE = "headrace-bench"
 _PROMPT = "A prompt of a few hundred bytes, as a question with its context has. " * 8
 _OUTPUT_TOKENS = 32
@@ -61,12 +60,12 @@ class QueueFigures:
     step_ms: float
 
 
-def measure_queue(longest: int, step_ms: float, worker_counts: Sequence[int] = WORKER_COUNTS) -> QueueFigures:
-    """Queues of a thousand jobs, of ten thousand and of `longest`, then a growing number of workers."""
+def measure_queue(longest: int, step_ms: float, most_workers: int) -> QueueFigures:
+    """Queues of a thousand jobs, of ten thousand and of `longest`, then 1, 2, 4, … workers up to `most_workers`."""
     lengths = sorted({min(SHORT_QUEUE, longest), min(MIDDLE_QUEUE, longest), longest})
     return QueueFigures(
         lengths=[_measure_length(length) for length in lengths],
-        scaling=_measure_scaling(step_ms, worker_counts),
+        scaling=_measure_scaling(step_ms, _doublings(most_workers)),
         scaling_slots=_SCALING_SLOTS,
         step_ms=step_ms,
     )
@@ -85,6 +84,11 @@ def scaling_of(rates: Sequence[tuple[int, float]]) -> list[ScalingFigures]:
         ScalingFigures(workers=workers, jobs_per_s=rate, share_of_linear=rate / (base_rate / base_workers * workers))
         for workers, rate in rates
     ]
+
+
+def _doublings(last: int) -> list[int]:
+    """1, 2, 4, … and `last`."""
+    return [*(1 << power for power in range((last - 1).bit_length())), last]
 
 
 class _Bench:

@@ -16,7 +16,7 @@ from headrace.producer.batches import Collector
 from headrace.producer.bench.figures import RunCounts
 from headrace.producer.client import Producer
 from headrace.producer.embedded import EmbeddedServer
-from headrace.producer.formats import preflight, read_lines
+from headrace.producer.formats import preflight
 from headrace.producer.progress import ProgressBar, Tally
 from headrace.producer.run import Feeder
 from headrace.producer.settings import new_batch_name

@@ -35,7 +35,8 @@ def reporting(loaded: Loaded, path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            memory = Memory(start_bytes=start_bytes, peak_bytes=peak_bytes(), end_bytes=resident_bytes())
+            end_bytes = resident_bytes()
+            memory = Memory(start_bytes=start_bytes, peak_bytes=max(start_bytes, peak_bytes()), end_bytes=end_bytes)
             path.write_text(report_of(loaded, split, memory).model_dump_json(indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""What a decode step costs as rows and cached tokens grow, and what the KV cache saves; through the engine's own door."""
+"""What decode steps cost by rows and cached tokens, and what the KV cache saves, measured through the engine alone."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from headrace.producer.bench.tables import queue_tables, throughput_table
 from headrace.producer.bench.throughput import ThroughputOptions, run_workload
 from headrace.producer.bench.workload import synthetic_requests, write_requests
 from headrace.producer.files import readable_twice
+from headrace.producer.formats import AUTO, preflight
 from headrace.producer.lines import check_defaults
 from headrace.producer.worker_process import require_worker
 from headrace.shared import environment
@@ -115,13 +116,16 @@ def bench(
         require_plotting()
     placing = engine_tools.given(dtype=dtype, device=device)
     sizing = engine_tools.given(slots=slots, max_context=max_context)
+    defaults = check_defaults(sampling)
     with _interruptible(), _dataset(dataset, jobs or DEFAULT_JOBS, seed, max_context) as path:
+        found = preflight(path, AUTO, defaults)
         limit = engine_tools.measure(MatmulLimit, "matmul-limit", *placing) if matmul_limit else None
         options = ThroughputOptions(
             dataset=path,
+            found=found,
             model=model,
             redis_url=redis_url,
-            defaults=check_defaults(sampling),
+            defaults=defaults,
             worker_arguments=[*sizing, *placing],
         )
         figures = figures_of(*run_workload(options), limit)

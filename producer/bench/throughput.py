@@ -16,7 +16,7 @@ from headrace.producer.batches import Collector
 from headrace.producer.bench.figures import RunCounts
 from headrace.producer.client import Producer
 from headrace.producer.embedded import EmbeddedServer
-from headrace.producer.formats import preflight
+from headrace.producer.formats import Preflight
 from headrace.producer.progress import ProgressBar, Tally
 from headrace.producer.run import Feeder
 from headrace.producer.settings import new_batch_name
@@ -33,9 +33,11 @@ _RESULT_TTL_S = 600
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputOptions:
-    """`redis_url` None starts an embedded server; `worker_arguments` go to the worker as they are."""
+    """`found` is the dataset's preflight. `redis_url` None starts an embedded server; `worker_arguments` go to the
+    worker as they are."""
 
     dataset: str
+    found: Preflight
     model: str
     redis_url: str | None
     defaults: Mapping[str, Any]
@@ -46,7 +48,6 @@ def run_workload(options: ThroughputOptions) -> tuple[RunCounts, EngineReport]:
     """The clock runs from the first job's submission to the last result, with the model loaded before."""
     name = f"bench-{new_batch_name()}"
     queue = f"headrace-{name}"
-    found = preflight(options.dataset, "auto", options.defaults)
     with contextlib.ExitStack() as stack:
         report = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-"))) / "report.json"
         url = options.redis_url or stack.enter_context(EmbeddedServer()).url
@@ -55,7 +56,7 @@ def run_workload(options: ThroughputOptions) -> tuple[RunCounts, EngineReport]:
         arguments += ["--report", str(report), *options.worker_arguments]
         with WorkerProcess(url, arguments) as worker:
             wait_for_workers(producer, queue, [worker])
-            feeder = Feeder(producer, name, options.dataset, found, options.defaults, listed=True)
+            feeder = Feeder(producer, name, options.dataset, options.found, options.defaults, listed=True)
             with _nothing_left_behind(producer, name, queue):
                 counts = _timed(feeder, Collector(name), worker)
         return counts, _read(report)

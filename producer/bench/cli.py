@@ -23,6 +23,7 @@ from headrace.producer.bench.throughput import ThroughputOptions, run_workload
 from headrace.producer.bench.workload import synthetic_requests, write_requests
 from headrace.producer.files import readable_twice
 from headrace.producer.formats import AUTO, preflight
+from headrace.producer.interrupts import signals_raise_once
 from headrace.producer.lines import check_defaults
 from headrace.producer.worker_process import require_worker
 from headrace.shared import environment
@@ -187,7 +188,8 @@ def _dataset(path: str | None, num_jobs: int, seed: int, max_context: int | None
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
     try:
-        yield
+        with signals_raise_once():
+            yield
     except KeyboardInterrupt:
         click.echo("headrace: interrupted", err=True)
         sys.exit(EXIT_INTERRUPTED)

@@ -40,7 +40,7 @@ def _step_cost(curves: StepCurves, path: Path, title: str) -> Path:
     _draw(by_cached, curves.by_cached_tokens, f"{curves.rows} rows")
     by_cached.set(xlabel="cached tokens a row", title="time of a decode step by cached tokens")
     for axes in (by_rows, by_cached):
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
         axes.set_ylabel("milliseconds")
         axes.legend()
     figure.suptitle(title)
@@ -58,6 +58,9 @@ def _kv_cache(curves: StepCurves, path: Path, title: str) -> Path:
     axes.set(xlabel="tokens before it", ylabel="milliseconds", title="time of one row's next token")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.legend()
     figure.suptitle(title)
     figure.savefig(path, dpi=_DOTS_PER_INCH)

@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install -qq --constraint constraints.txt --config-settings editable_mode=strict \
-		--editable '.[worker,embedded,dev]'
+		--editable '.[worker,embedded,bench,dev]'
 	touch $@
 
 # The demo: answers to the prompts of examples/prompts.jsonl in results.jsonl.

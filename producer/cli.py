@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from types import FrameType
 from typing import Any, TypeVar
 
 import click
@@ -18,6 +15,7 @@ from headrace.producer.batches import Collector
 from headrace.producer.client import Producer
 from headrace.producer.files import readable_twice
 from headrace.producer.formats import preflight, read_lines
+from headrace.producer.interrupts import signals_raise_once
 from headrace.producer.jobs import remaining_s
 from headrace.producer.lines import check_defaults
 from headrace.producer.progress import ProgressBar, Tally
@@ -114,7 +112,7 @@ def run(
         worker_arguments=[word for name, value in given.items() if value is not None for word in (name, str(value))],
     )
     try:
-        with _signals_raise_once():
+        with signals_raise_once():
             tally, writer = run_file(options)
     except Interrupted as interruption:
         click.echo(f"headrace: {interruption}", err=True)
@@ -228,23 +226,3 @@ def _chunks(producer: Producer, batch: str, no_wait: bool, timeout: float | None
             return
         if not results and deadline is not None and time.monotonic() >= deadline:
             raise ResultTimeout(f"batch {batch!r} has not ended after {timeout} s: {collector.counts()}")
-
-
-@contextlib.contextmanager
-def _signals_raise_once() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a closed terminal stop the run in order; a second one must not break the tidying up."""
-    fired = False
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal fired
-        if not fired:
-            fired = True
-            raise KeyboardInterrupt
-
-    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {name: signal.signal(name, interrupt) for name in names}
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)

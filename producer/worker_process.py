@@ -23,17 +23,17 @@ _DRAIN_S = 1.0
 _HAND_BACK_S = 5.0
 
 
-def require_worker() -> None:
-    """Raise SettingsError if the worker's packages are not installed."""
+def require_worker(command: str = "run") -> None:
+    """Raise SettingsError, which names the headrace command, if the worker's packages are not installed."""
     if importlib.util.find_spec("torch") is None:
-        raise SettingsError("`headrace run` needs the worker extra: pip install 'headrace[worker]'")
+        raise SettingsError(f"`headrace {command}` needs the worker extra: pip install 'headrace[worker]'")
 
 
 class WorkerProcess:
-    """A running `headrace worker` as a context manager; it is always stopped at the end."""
+    """A running `headrace worker`, or another `command`, as a context manager; it is always stopped at the end."""
 
-    def __init__(self, redis_url: str, arguments: Sequence[str]) -> None:
-        self._command = [*COMMAND, *arguments]
+    def __init__(self, redis_url: str, arguments: Sequence[str], *, command: Sequence[str] | None = None) -> None:
+        self._command = [*(command or COMMAND), *arguments]
         # Not as an argument: everybody on the machine can read those, and the URL may have a password.
         self._environment = {**os.environ, environment.REDIS_URL: redis_url}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
 
 import click
 
@@ -62,6 +63,12 @@ from headrace.worker.settings import DTYPES, EngineSettings, QueueSettings
     help="Seconds that results are kept.",
 )
 @click.option("--burst", is_flag=True, help="Stop when the queue is empty.")
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Measure the engine, and write its counts, times and memory to FILE at the end.",
+)
 @click.option("--log-level", envvar=environment.LOG_LEVEL, default="INFO", show_default=True)
 def worker(
     model: str,
@@ -75,6 +82,7 @@ def worker(
     drain_timeout_s: float,
     result_ttl_s: int,
     burst: bool,
+    report: Path | None,
     log_level: str,
 ) -> None:
     """Take as many jobs as there are free slots, run them as one batch, and write each back when it is done.
@@ -96,7 +104,7 @@ def worker(
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     from headrace.worker.serve import serve  # torch takes seconds to import; a wrong option should not wait for it
 
-    serve(engine_settings, queue_settings, redis_url or DEFAULT_URL)
+    serve(engine_settings, queue_settings, redis_url or DEFAULT_URL, report)
 
 
 @click.group(short_help="List and fetch models.")

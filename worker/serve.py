@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
 import redis
 
 from headrace.shared.connection import CONNECT_TIMEOUT_S, connect
 from headrace.worker.batch_worker import BatchWorker
-from headrace.worker.loading import load
+from headrace.worker.loading import Loaded, load
 from headrace.worker.settings import EngineSettings, QueueSettings
 
 _SOCKET_TIMEOUT_S = 10.0
 
 
-def serve(engine_settings: EngineSettings, queue_settings: QueueSettings, redis_url: str) -> None:
-    """Run a worker in this process's main thread. Raises ServerUnavailable, ModelError or SettingsError."""
+def serve(
+    engine_settings: EngineSettings, queue_settings: QueueSettings, redis_url: str, report: Path | None = None
+) -> None:
+    """Run a worker in this process's main thread; with `report`, measure its engine and write that there at the end.
+
+    Raises ServerUnavailable, ModelError or SettingsError.
+    """
     connect(redis_url).close()  # a wrong address should not wait for the model to load
     loaded = load(engine_settings)
     connection = redis.Redis.from_url(
         redis_url, socket_connect_timeout=CONNECT_TIMEOUT_S, socket_timeout=_SOCKET_TIMEOUT_S
     )
-    with connection:
+    with connection, _measuring(loaded, report):
         worker = BatchWorker(connection, loaded.engine, loaded.runner, queue_settings)
         worker.install_signal_handlers()
         worker.run()
+
+
+def _measuring(loaded: Loaded, report: Path | None) -> AbstractContextManager[None]:
+    if report is None:
+        return nullcontext()
+    from headrace.worker.bench.report import reporting
+
+    return reporting(loaded, report)

@@ -1,0 +1,1 @@
+"""`headrace bench`: workloads, measuring through Redis, reporting and plotting. Torch runs in processes of its own."""

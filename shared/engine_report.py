@@ -13,7 +13,11 @@ class _Measured(BaseModel):
 
 
 class Seconds(_Measured):
-    """Where an engine's time went while it had rows. Nothing is counted twice: what a prefill multiplies is prefill."""
+    """Where an engine's time went while it had rows. Nothing is counted twice.
+
+    Prompts and new tokens go through the model together; a pass's time is shared out by their numbers of tokens, and
+    `prefill` is the prompts' share of all parts but sampling.
+    """
 
     prefill: float
     attention: float
@@ -27,13 +31,13 @@ class Seconds(_Measured):
 
 
 class Steps(_Measured):
-    """What the steps were spent on. A row-step is one row's, or one empty slot's, share of one decode step."""
+    """What the steps were spent on. A row-step is one row's, or one empty slot's, share of one step."""
 
-    decode_steps: int
+    steps: int
     row_steps: int
-    empty_row_steps: int  # of slots without a row, in steps before the last job came
-    prompt_tokens: int
-    padding_tokens: int  # of prefill
+    empty_row_steps: int  # of slots without a token, in steps before the last job came
+    prompt_tokens: int  # computed
+    reused_tokens: int  # of prompts, copied from other rows
 
 
 class Memory(_Measured):

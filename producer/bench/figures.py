@@ -34,14 +34,11 @@ class TimeSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """Work that is in no answer. Shares are of all row-steps of the steps, and of all tokens of prefill."""
+    """Work that is in no answer. The share is of all row-steps."""
 
     empty_row_steps: int
     all_row_steps: int
     row_step_share: float
-    padding_tokens: int
-    all_prefill_tokens: int
-    prefill_share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +96,10 @@ def _time_split(wall_s: float, seconds: Seconds) -> TimeSplit:
 
 def _padding(steps: Steps) -> Padding:
     all_row_steps = steps.row_steps + steps.empty_row_steps
-    all_prefill_tokens = steps.prompt_tokens + steps.padding_tokens
     return Padding(
         empty_row_steps=steps.empty_row_steps,
         all_row_steps=all_row_steps,
         row_step_share=_ratio(steps.empty_row_steps, all_row_steps),
-        padding_tokens=steps.padding_tokens,
-        all_prefill_tokens=all_prefill_tokens,
-        prefill_share=_ratio(steps.padding_tokens, all_prefill_tokens),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable
+from itertools import count
 
 from headrace.shared.engine_report import CurvePoint, StepCurves
 from headrace.worker.engine.generate import Engine
@@ -18,6 +19,7 @@ _ROWS = 8
 _WARM_UP_STEPS = 4
 _TIMED_STEPS = 8
 _REPEATS = 3
+_numbers = count()
 
 
 def step_curves(engine: Engine) -> StepCurves:
@@ -30,8 +32,8 @@ def step_curves(engine: Engine) -> StepCurves:
     return StepCurves(
         cached_tokens=cached_tokens,
         by_rows=[
-            CurvePoint(at=count, seconds=decode_step_s(engine, count, cached_tokens))
-            for count in doublings(1, engine.num_slots)
+            CurvePoint(at=number, seconds=decode_step_s(engine, number, cached_tokens))
+            for number in doublings(1, engine.num_slots)
         ],
         rows=rows,
         by_cached_tokens=[CurvePoint(at=length, seconds=decode_step_s(engine, rows, length)) for length in lengths],
@@ -51,8 +53,8 @@ def doublings(first: int, last: int) -> Iterable[int]:
 def decode_step_s(engine: Engine, num_rows: int, cached_tokens: int) -> float:
     """The median time of a decode step of so many rows, each with about so many tokens before it."""
     num_steps = _WARM_UP_STEPS + _TIMED_STEPS
-    for number in range(num_rows):
-        engine.submit(_row(str(number), cached_tokens, engine.max_context - cached_tokens))
+    for _ in range(num_rows):
+        engine.submit(_row(cached_tokens, engine.max_context - cached_tokens))
     before = engine.counts.prompt_tokens
     while engine.counts.prompt_tokens - before < num_rows * cached_tokens:
         engine.step()
@@ -65,7 +67,7 @@ def recomputed_s(engine: Engine, num_tokens: int) -> float:
     """The median time for one token of a row whose `num_tokens` tokens are run as a whole, as without a KV cache."""
     times = []
     for _ in range(_REPEATS):
-        engine.submit(_row("whole", num_tokens, 1))
+        engine.submit(_row(num_tokens, 1))
         times.append(_step_s(engine))
     assert not engine.num_rows
     return statistics.median(times)
@@ -73,8 +75,8 @@ def recomputed_s(engine: Engine, num_tokens: int) -> float:
 
 def warm_up(engine: Engine) -> None:
     """Run the engine once, so that what is compiled or allocated at the first use is there."""
-    for number in range(min(2, engine.num_slots)):
-        engine.submit(_row(str(number), min(8, engine.max_context - 1), 4))
+    for _ in range(min(2, engine.num_slots)):
+        engine.submit(_row(min(8, engine.max_context - 1), 4))
     while engine.num_rows:
         engine.step()
 
@@ -85,6 +87,9 @@ def _step_s(engine: Engine) -> float:
     return time.perf_counter() - started
 
 
-def _row(row_id: str, num_tokens: int, max_tokens: int) -> Row:
-    prompt_ids = [1 + position % 50 for position in range(num_tokens)]
-    return Row(row_id=row_id, prompt_ids=prompt_ids, sampling=SAMPLING, stopping=StopParams(max_tokens=max_tokens))
+def _row(num_tokens: int, max_tokens: int) -> Row:
+    """A row with a prompt that begins like no other, so that nothing of it can be copied."""
+    number = next(_numbers)
+    prompt_ids = [1 + number // 50**digit % 50 for digit in range(4)] + [1] * num_tokens
+    stopping = StopParams(max_tokens=max_tokens)
+    return Row(row_id=str(number), prompt_ids=prompt_ids[:num_tokens], sampling=SAMPLING, stopping=stopping)

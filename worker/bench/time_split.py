@@ -19,13 +19,13 @@ from headrace.worker.engine import generate
 from headrace.worker.engine.generate import Engine
 from headrace.worker.engine.kv_cache import KVCache
 from headrace.worker.engine.model import Decoder, Linear
+from headrace.worker.engine.packing import PackedTokens
 from headrace.worker.engine.rows import Row
 
 _PREFILL = "prefill"
 _ATTENTION = "attention"
 _MATRIX_PRODUCTS = "matrix_products"
 _SAMPLING = "sampling"
-_CACHE_CALLS = ("write_step", "attend")
 
 
 def decoder_of(engine: Engine) -> Decoder:
@@ -86,7 +86,7 @@ class SplitEngine:
         self._engine = engine
         self._clock: _Clock = _CudaClock() if cache_of(engine).keys.device.type == "cuda" else _HostClock()
         self._spans: list[tuple[str, Any, Any]] = []  # of the step that runs
-        self._inside = False
+        self._pass_tokens = 0
         self._parts: Counter[str] = Counter()
         self._busy_s = 0.0
         self._busy_since: float | None = None
@@ -99,10 +99,9 @@ class SplitEngine:
         self._engine.counts = generate.StepCounts()
         self._replace(self._engine, "step", self._step)
         self._replace(self._engine, "submit", self._submit)
-        self._replace(model, "prefill", self._timed(_PREFILL))
+        self._replace(model, "forward", self._passing)
         self._replace(generate, "sample", self._timed(_SAMPLING))
-        for name in _CACHE_CALLS:
-            self._replace(cache, name, self._timed(_ATTENTION))
+        self._replace(cache, "attend", self._timed(_ATTENTION))
         for module in model.modules():
             if isinstance(module, Linear):
                 self._replace(module, "forward", self._timed(_MATRIX_PRODUCTS))
@@ -122,11 +121,11 @@ class SplitEngine:
         """The counts so far."""
         counts = self._engine.counts
         return Steps(
-            decode_steps=counts.decode_steps,
+            steps=counts.steps,
             row_steps=counts.row_steps,
             empty_row_steps=self._empty,
             prompt_tokens=counts.prompt_tokens,
-            padding_tokens=counts.padding_tokens,
+            reused_tokens=counts.reused_tokens,
         )
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -135,43 +134,54 @@ class SplitEngine:
         self._undo.callback(delattr, owner, name) if own is None else self._undo.callback(setattr, owner, name, own)
 
     def _timed(self, part: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Wraps a call; calls within it count as its own time."""
-
         def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(call)
             def timed(*arguments: Any, **options: Any) -> Any:
-                if self._inside:
-                    return call(*arguments, **options)
-                self._inside = True
                 start = self._clock.mark()
                 try:
                     return call(*arguments, **options)
                 finally:
                     self._spans.append((part, start, self._clock.mark()))
-                    self._inside = False
 
             return timed
 
         return wrap
 
+    def _passing(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        timed = self._timed(_PREFILL)(forward)
+
+        @wraps(forward)
+        def passed(tokens: PackedTokens, cache: KVCache) -> Any:
+            self._pass_tokens = len(tokens.token_ids)
+            return timed(tokens, cache)
+
+        return passed
+
     def _step(self, step: Callable[[], list[Row]]) -> Callable[[], list[Row]]:
         def stepped() -> list[Row]:
             counts = self._engine.counts
             start_s = time.perf_counter() if self._busy_since is None else self._busy_since
-            steps, rows = counts.decode_steps, counts.row_steps
+            steps, rows, prompt_tokens = counts.steps, counts.row_steps, counts.prompt_tokens
+            self._pass_tokens = 0
             done = step()
             self._clock.settle()
             end_s = time.perf_counter()
-            for part, start, end in self._spans:
-                self._parts[part] += self._clock.between_s(start, end)  # type: ignore[assignment]
-            self._spans.clear()
+            self._share_out(counts.prompt_tokens - prompt_tokens)
             self._busy_s += end_s - start_s
             self._busy_since = end_s if self._engine.num_rows else None
-            slots = (counts.decode_steps - steps) * self._engine.num_slots
+            slots = (counts.steps - steps) * self._engine.num_slots
             self._empty_since_last_job += slots - (counts.row_steps - rows)
             return done
 
         return stepped
+
+    def _share_out(self, prompt_tokens: int) -> None:
+        """Add the step's times: of those within the pass, prefill has the prompts' share and the parts the rest."""
+        prefill = prompt_tokens / self._pass_tokens if self._pass_tokens else 0.0
+        shares = {_PREFILL: prefill, _ATTENTION: 1 - prefill, _MATRIX_PRODUCTS: 1 - prefill, _SAMPLING: 1.0}
+        for part, start, end in self._spans:
+            self._parts[part] += shares[part] * self._clock.between_s(start, end)  # type: ignore[assignment]
+        self._spans.clear()
 
     def _submit(self, submit: Callable[[Row], None]) -> Callable[[Row], None]:
         def submitted(row: Row) -> None:

@@ -28,7 +28,7 @@ def report(**changes: Any) -> EngineReport:
         "kv_cache_bytes": 2**20,
         "kv_cache_formula_bytes": 2**20,
         "seconds": Seconds(prefill=1.0, attention=2.0, matrix_products=3.0, sampling=4.0, other=5.0),
-        "steps": Steps(decode_steps=100, row_steps=300, empty_row_steps=100, prompt_tokens=300, padding_tokens=100),
+        "steps": Steps(steps=100, row_steps=300, empty_row_steps=100, prompt_tokens=300, reused_tokens=100),
         "memory": Memory(start_bytes=10 * 2**20, peak_bytes=30 * 2**20, end_bytes=20 * 2**20),
     }
     return EngineReport(**(values | changes))
@@ -49,7 +49,6 @@ def test_what_the_engine_was_not_busy_it_waited() -> None:
 def test_shares_of_padding() -> None:
     padding = figures_of(RUN, report(), None).padding
     assert (padding.all_row_steps, padding.row_step_share) == (400, 0.25)
-    assert (padding.all_prefill_tokens, padding.prefill_share) == (400, 0.25)
 
 
 def test_the_share_of_the_limit_is_products_needed_over_products_possible() -> None:
@@ -63,9 +62,9 @@ def test_the_share_of_the_limit_is_products_needed_over_products_possible() -> N
 
 def test_nothing_done_is_no_division_by_zero() -> None:
     nothing = RunCounts(jobs=1, failed=1, wall_s=1.0, prompt_tokens=0, generated_tokens=0)
-    steps = Steps(decode_steps=0, row_steps=0, empty_row_steps=0, prompt_tokens=0, padding_tokens=0)
+    steps = Steps(steps=0, row_steps=0, empty_row_steps=0, prompt_tokens=0, reused_tokens=0)
     figures = figures_of(nothing, report(steps=steps), LIMIT)
-    assert (figures.padding.row_step_share, figures.padding.prefill_share) == (0.0, 0.0)
+    assert figures.padding.row_step_share == 0.0
 
 
 def test_the_table_shows_each_figure_under_its_name() -> None:

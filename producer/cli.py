@@ -74,6 +74,7 @@ def _sampling_options(command: F) -> F:
 @click.option("--slots", type=int, envvar=environment.SLOTS, help="Jobs decoded at once.")
 @click.option("--dtype", envvar=environment.DTYPE, help="bfloat16, float16 or float32.")
 @click.option("--device", envvar=environment.DEVICE, help="cpu, cuda or cuda:N.")
+@click.option("--quantization", envvar=environment.QUANTIZATION, help="int8: faster on a CPU, less exact.")
 @click.option("--max-context", type=int, envvar=environment.MAX_CONTEXT, help="Most tokens of prompt and answer.")
 @_queue_option
 @_redis_option
@@ -87,6 +88,7 @@ def run(
     slots: int | None,
     dtype: str | None,
     device: str | None,
+    quantization: str | None,
     max_context: int | None,
     queue: str | None,
     redis_url: str | None,
@@ -100,6 +102,7 @@ def run(
     standard input. Without --redis a private server is started for the run.
     """
     given = {"--slots": slots, "--dtype": dtype, "--device": device, "--max-context": max_context}
+    given["--quantization"] = quantization
     options = RunOptions(
         input=input,
         output=output,

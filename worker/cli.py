@@ -13,7 +13,7 @@ from headrace.shared import environment
 from headrace.shared.connection import DEFAULT_URL
 from headrace.shared.environment import DEFAULT_MODEL, DEFAULT_RESULT_TTL_S
 from headrace.shared.errors import SettingsError
-from headrace.worker.settings import DTYPES, EngineSettings, QueueSettings
+from headrace.worker.settings import DTYPES, QUANTIZATIONS, EngineSettings, QueueSettings
 
 
 @click.command(short_help="Take jobs from a queue and run them as one batch.")
@@ -29,6 +29,14 @@ from headrace.worker.settings import DTYPES, EngineSettings, QueueSettings
 @click.option("--slots", type=int, envvar=environment.SLOTS, help="Rows decoded at once.  [default: what fits]")
 @click.option("--dtype", type=click.Choice(DTYPES), envvar=environment.DTYPE, default="auto", show_default=True)
 @click.option("--device", envvar=environment.DEVICE, default="auto", show_default=True, help="auto, cpu, cuda, cuda:N.")
+@click.option(
+    "--quantization",
+    type=click.Choice(QUANTIZATIONS),
+    envvar=environment.QUANTIZATION,
+    default="none",
+    show_default=True,
+    help="int8: matrix products in eight bits, faster on a CPU and less exact.",
+)
 @click.option(
     "--max-context",
     type=int,
@@ -77,6 +85,7 @@ def worker(
     slots: int | None,
     dtype: str,
     device: str,
+    quantization: str,
     max_context: int | None,
     lease_s: float,
     drain_timeout_s: float,
@@ -91,7 +100,9 @@ def worker(
     into the queue.
     """
     _log_to_stderr(log_level)
-    engine_settings = EngineSettings(model=model, slots=slots, dtype=dtype, device=device, max_context=max_context)
+    engine_settings = EngineSettings(
+        model=model, slots=slots, dtype=dtype, device=device, quantization=quantization, max_context=max_context
+    )
     queue_settings = QueueSettings(
         queue=queue,
         lease_s=lease_s,

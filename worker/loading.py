@@ -10,6 +10,7 @@ from headrace.worker.engine.generate import Engine
 from headrace.worker.engine.placement import (
     choose_device,
     choose_dtype,
+    choose_int8,
     choose_max_context,
     choose_slots,
     make_cache,
@@ -39,14 +40,15 @@ def load(settings: EngineSettings) -> Loaded:
     dtype = choose_dtype(settings.dtype, device)
     max_context = choose_max_context(settings.max_context, config)
     codec = TextCodec.load(files.folder)
-    model = load_decoder(files.folder, config, max_context=max_context, dtype=dtype, device=device)
+    int8 = choose_int8(settings.quantization, device)
+    model = load_decoder(files.folder, config, max_context=max_context, dtype=dtype, device=device, int8=int8)
     slots = choose_slots(settings.slots, config, max_context=max_context, dtype=dtype, device=device)
     cache = make_cache(config, num_slots=slots, max_context=max_context, dtype=dtype, device=device)
     logger.info(
         "model %s in %s on %s: %d slots of %s positions, KV cache %s MiB "
         "(a position takes 2 x %d layers x %d heads x %d x %d bytes)",
         files.name,
-        str(dtype).removeprefix("torch."),
+        str(dtype).removeprefix("torch.") + (" with int8 products" if int8 else ""),
         device,
         slots,
         f"{max_context:,}",

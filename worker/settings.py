@@ -8,6 +8,7 @@ from headrace.shared.environment import DEFAULT_RESULT_TTL_S
 from headrace.shared.errors import SettingsError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 MIN_LEASE_S = 2.0
 
@@ -20,6 +21,7 @@ class EngineSettings:
     slots: int | None = None
     dtype: str = "auto"
     device: str = "auto"
+    quantization: str = "none"
     max_context: int | None = None
 
     def __post_init__(self) -> None:
@@ -29,6 +31,8 @@ class EngineSettings:
             raise SettingsError(f"--max-context is {self.max_context}; it needs at least 2: a prompt and an answer")
         if self.dtype not in DTYPES:
             raise SettingsError(f"--dtype is {self.dtype!r}; allowed are {', '.join(DTYPES)}")
+        if self.quantization not in QUANTIZATIONS:
+            raise SettingsError(f"--quantization is {self.quantization!r}; allowed are {', '.join(QUANTIZATIONS)}")
         if self.device.partition(":")[0] not in DEVICES:
             raise SettingsError(f"--device is {self.device!r}; allowed are {', '.join(DEVICES)} and cuda:N")
 

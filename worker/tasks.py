@@ -25,7 +25,8 @@ class GenerationFailed(Exception):
 def generate(request: Any, batch: str | None = None) -> dict[str, Any]:
     """Generate for one request, in a batch of one, and store its result as a headrace worker would.
 
-    HEADRACE_MODEL, HEADRACE_DTYPE, HEADRACE_DEVICE and HEADRACE_MAX_CONTEXT decide the model. Raises GenerationFailed
+    HEADRACE_MODEL, HEADRACE_DTYPE, HEADRACE_DEVICE, HEADRACE_QUANTIZATION and HEADRACE_MAX_CONTEXT
+    decide the model. Raises GenerationFailed
     if the request can't be run.
     """
     job = get_current_job()
@@ -79,6 +80,7 @@ def _loaded() -> Loaded:
             slots=1,
             dtype=os.environ.get(environment.DTYPE, "auto"),
             device=os.environ.get(environment.DEVICE, "auto"),
+            quantization=os.environ.get(environment.QUANTIZATION, "none"),
             max_context=environment.whole_number(environment.MAX_CONTEXT),
         )
     )

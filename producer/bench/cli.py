@@ -49,6 +49,7 @@ def _worker_options(command: F) -> F:
         click.option("--slots", type=int, envvar=environment.SLOTS, help="Jobs decoded at once."),
         click.option("--dtype", envvar=environment.DTYPE, help="bfloat16, float16 or float32."),
         click.option("--device", envvar=environment.DEVICE, help="cpu, cuda or cuda:N."),
+        click.option("--quantization", envvar=environment.QUANTIZATION, help="int8: faster on a CPU, less exact."),
         click.option(
             "--max-context", type=int, envvar=environment.MAX_CONTEXT, help="Most tokens of prompt and answer."
         ),
@@ -98,6 +99,7 @@ def bench(
     slots: int | None,
     dtype: str | None,
     device: str | None,
+    quantization: str | None,
     max_context: int | None,
     redis_url: str | None,
     matmul_limit: bool,
@@ -116,7 +118,7 @@ def bench(
     if plot_folder is not None:
         require_plotting()
     placing = engine_tools.given(dtype=dtype, device=device)
-    sizing = engine_tools.given(slots=slots, max_context=max_context)
+    sizing = engine_tools.given(slots=slots, max_context=max_context, quantization=quantization)
     defaults = check_defaults(sampling)
     with _interruptible(), _dataset(dataset, jobs or DEFAULT_JOBS, seed, max_context) as path:
         found = preflight(path, AUTO, defaults)

@@ -18,7 +18,8 @@ from headrace.shared.engine_report import Seconds, Steps
 from headrace.worker.engine import generate
 from headrace.worker.engine.generate import Engine
 from headrace.worker.engine.kv_cache import KVCache
-from headrace.worker.engine.model import Decoder, Linear
+from headrace.worker.engine.linear import Linear
+from headrace.worker.engine.model import Decoder
 from headrace.worker.engine.packing import PackedTokens
 from headrace.worker.engine.rows import Row
 

@@ -23,6 +23,10 @@ _COMPILED: dict[str, Any] = {
     "nogil": True,
 }
 
+_WITHOUT_SIGN = np.int32(0x7FFFFFFF)
+_INFINITY_BITS = np.int32(0x7F800000)
+_TINY = np.float32(2**-126)
+
 
 @njit(**_COMPILED)  # type: ignore[untyped-decorator]
 def _gated_silu(gate_up: Array, output: Array) -> None:
@@ -49,6 +53,33 @@ def _add_and_norm(hidden: Array, update: Array, weight: Array, eps: Any, added: 
             normed[row, i] = store(load(added[row, i]) * scale * load(weight[i]), normed[0, 0])
 
 
+@njit(**_COMPILED)  # type: ignore[untyped-decorator]
+def _quantize_rows(hidden: Array, rounded: Array, scales: Array) -> None:
+    width = hidden.shape[1]
+    for row in prange(hidden.shape[0]):
+        # As integers, the bits of numbers without their sign are in the numbers' order, infinity and NaN on top.
+        top = np.int32(0)
+        for i in range(width):
+            top = np.int32(max(top, np.float32(load(hidden[row, i])).view(np.int32) & _WITHOUT_SIGN))
+        if top >= _INFINITY_BITS:
+            scales[row] = np.float32(np.nan)
+            for i in range(width):
+                rounded[row, i] = 128
+        else:
+            scale = max(np.int32(top).view(np.float32), _TINY) / np.float32(127)
+            scales[row] = scale
+            for i in range(width):
+                rounded[row, i] = np.uint8(np.int32(np.rint(load(hidden[row, i]) / scale)) + np.int32(128))
+
+
+@njit(**_COMPILED)  # type: ignore[untyped-decorator]
+def _scale_rows(product: Array, scales: Array, bias: Array, output: Array) -> None:
+    for row in prange(product.shape[0]):
+        scale = scales[row]
+        for i in range(product.shape[1]):
+            output[row, i] = store(product[row, i] * scale + bias[i], output[0, 0])
+
+
 def gated_silu(gate_up: Tensor) -> Tensor:
     """As `elementwise.gated_silu`."""
     flat = gate_up.reshape(-1, gate_up.shape[-1])
@@ -65,3 +96,18 @@ def add_and_norm(hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> 
         as_array(flat), as_array(flat_update), as_array(weight), np.float32(eps), as_array(added), as_array(normed)
     )
     return added.view(hidden.shape), normed.view(hidden.shape)
+
+
+def quantize_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """As `elementwise.quantize_rows`."""
+    rounded, scales = torch.empty(hidden.shape, dtype=torch.uint8), torch.empty(len(hidden))
+    _quantize_rows(as_array(hidden), rounded.numpy(), scales.numpy())
+    return rounded, scales
+
+
+def scale_rows(product: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """As `elementwise.scale_rows`."""
+    output = torch.empty(product.shape, dtype=dtype)
+    offsets = torch.zeros(product.shape[1]) if bias is None else bias
+    _scale_rows(product.numpy(), scales.numpy(), offsets.numpy(), as_array(output))
+    return output

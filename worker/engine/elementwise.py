@@ -38,3 +38,28 @@ def add_and_norm(hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> 
         return cpu_elementwise.add_and_norm(hidden, update, weight, eps)
     added = hidden + update
     return added, functional.rms_norm(added, weight.shape, weight, eps)
+
+
+def quantize_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row as hidden = scale x (q - 128), |q - 128| <= 127: (T, E) -> (T, E) uint8, (T,) float32.
+
+    A row that is not finite has a scale of NaN.
+    """
+    if has_cpu_kernels(hidden.device.type, hidden.dtype):
+        from headrace.worker.engine import cpu_elementwise
+
+        return cpu_elementwise.quantize_rows(hidden)
+    top = hidden.float().abs().amax(dim=1)
+    scales = torch.where(top.isfinite(), top, torch.nan).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    rounded = (hidden.float() / scales[:, None]).nan_to_num().round() + 128
+    return rounded.to(torch.uint8), scales
+
+
+def scale_rows(product: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """product x scale + bias: (T, E) float32, (T,), (E,) -> (T, E) of `dtype`."""
+    if has_cpu_kernels(product.device.type, dtype):
+        from headrace.worker.engine import cpu_elementwise
+
+        return cpu_elementwise.scale_rows(product, scales, bias, dtype)
+    scaled = product * scales[:, None]
+    return (scaled if bias is None else scaled + bias).to(dtype)

@@ -8,48 +8,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from headrace.worker.engine.config import ModelConfig
 from headrace.worker.engine.elementwise import add_and_norm, gated_silu
 from headrace.worker.engine.kv_cache import KVCache
+from headrace.worker.engine.linear import Linear
 from headrace.worker.engine.packing import PackedTokens
 from headrace.worker.engine.rope import rotation_table
-
-_TYPICAL_ROWS = 128  # what packed weights are ordered for; any number of rows gives the same bits
-
-
-class Linear(nn.Linear):
-    """A product whose rows come out the same, bit for bit, however many they are.
-
-    The libraries multiply the last few rows of a matrix in another order than the rest (float32, oneMKL: a rest of
-    fewer than four) or a single row as a vector (bfloat16), so rows of zeros are added where that would happen.
-    """
-
-    _packed: Tensor | None = None
-
-    def pack(self) -> None:
-        """Let oneDNN keep a bfloat16 weight in the order that it multiplies in: the same bits, in less time."""
-        if (
-            self.weight.device.type == "cpu"
-            and self.weight.dtype is torch.bfloat16
-            and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        ):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _TYPICAL_ROWS)
-            self.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # not kept twice
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        rows = len(hidden)
-        missing = -rows % 4 if hidden.dtype == torch.float32 else int(rows == 1)
-        if not missing:
-            return self._multiply(hidden)
-        return self._multiply(functional.pad(hidden, (0, 0, 0, missing)))[:rows]
-
-    def _multiply(self, hidden: Tensor) -> Tensor:
-        if self._packed is None:
-            return super().forward(hidden)
-        multiplied: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._packed, self.bias, "none", [], "")
-        return multiplied
 
 
 class Attention(nn.Module):
@@ -114,11 +79,11 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+    def place(self, device: torch.device, dtype: torch.dtype, *, int8: bool = False) -> None:
         """Compute what the positions need, on the device and in the type that the weights have, and pack those."""
         for module in self.modules():
             if isinstance(module, Linear):
-                module.pack()
+                module.pack(int8=int8)
         rotations = rotation_table(self.config, self.max_context, dtype).to(device)
         self.register_buffer("rotations", rotations, persistent=False)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from headrace.shared.errors import ModelError, SettingsError
+from headrace.worker.engine import int8
 from headrace.worker.engine.config import ModelConfig
 from headrace.worker.engine.kv_cache import KVCache
 
@@ -51,6 +52,17 @@ def _cpu_multiplies_bfloat16() -> bool:
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     names = ("avx512_bf16", "amx_bf16", "bf16")
     return any(capabilities.get(name, False) for name in names)
+
+
+def choose_int8(quantization: str, device: torch.device) -> bool:
+    """Whether products are done in eight bits. Raises SettingsError if that is asked for where it can't be done."""
+    if quantization == "none":
+        return False
+    if not int8.is_supported(device):
+        raise SettingsError(
+            f"--quantization is {quantization}, which needs a CPU with VNNI (and --device cpu); leave it out here"
+        )
+    return True
 
 
 def choose_max_context(asked: int | None, config: ModelConfig) -> int:

@@ -75,9 +75,18 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def load_decoder(
-    folder: Path, config: ModelConfig, *, max_context: int, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    config: ModelConfig,
+    *,
+    max_context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    int8: bool = False,
 ) -> Decoder:
-    """Build the decoder with a checkpoint's weights. Raises ModelError if they are missing, unknown or misshapen."""
+    """Build the decoder with a checkpoint's weights, for products in eight bits with `int8`.
+
+    Raises ModelError if the weights are missing, unknown or misshapen.
+    """
     checkpoint = Checkpoint(folder)
     with torch.device("meta"):
         decoder = Decoder(config, max_context)
@@ -86,7 +95,7 @@ def load_decoder(
         state["head.weight"] = state["embedding.weight"]
     checkpoint.check_all_read()
     decoder.load_state_dict(state, assign=True)
-    decoder.place(device, dtype)
+    decoder.place(device, dtype, int8=int8)
     return decoder.requires_grad_(False).eval()
 
 

@@ -17,7 +17,7 @@ from headrace.worker.bench.time_split import SplitEngine
 from headrace.worker.engine import generate
 from headrace.worker.engine.config import ModelConfig
 from headrace.worker.engine.generate import Engine
-from headrace.worker.engine.model import Linear
+from headrace.worker.engine.linear import Linear
 
 Make = Callable[..., tuple[LlamaForCausalLM, Path]]
 

@@ -15,8 +15,6 @@ from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.worker.cache_folder import cache_folder
-
 Array = NDArray[Any]
 
 
@@ -24,13 +22,13 @@ def _kernels_folder() -> Path:
     """Where compiled kernels are kept, by the sources of all: Numba's own cache looks at the file that a kernel stands
     in alone, and would go on with an old kernel when a function that it calls, from another file, has changed.
     """
-    sources = sorted(Path(__file__).parent.glob("cpu_*.py"))
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    return cache_folder() / "kernels" / digest[:16]
+    here = Path(__file__).parent
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sorted(here.glob("cpu_*.py")))).hexdigest()
+    return here / "__pycache__" / f"kernels-{digest[:16]}"
 
 
 if not numba.config.CACHE_DIR:
-    numba.config.CACHE_DIR = str(_kernels_folder())
+    numba.config.CACHE_DIR = str(_kernels_folder())  # where it can't be written, Numba takes the user's cache folder
 
 
 def as_array(tensor: Tensor) -> Array:

@@ -8,20 +8,28 @@ first one wins and the others use it.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from platformdirs import user_cache_path
+
 from headrace.shared import environment
 from headrace.shared.errors import ModelError
-from headrace.worker.cache_folder import cache_folder
 
 # Part of every key. Raise it when the conversion writes something else than before.
 _CONVERSION = 1
 _PARTIAL = ".partial-"
 _ABANDONED_AFTER_S = 24 * 3600
+
+
+def cache_folder() -> Path:
+    """HEADRACE_CACHE if it is set, otherwise the user's cache folder for headrace."""
+    chosen = os.environ.get(environment.CACHE)
+    return Path(chosen).expanduser().absolute() if chosen else user_cache_path("headrace", appauthor=False)
 
 
 def entry_folder(name: str, source: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +17,21 @@ import numpy as np
 from headrace.worker.engine import cpu_numbers
 
 
-def test_kernels_are_kept_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+def test_kernels_are_kept_by_the_sources_of_all_unless_told_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import headrace.worker.engine.cpu_numbers as module, numba; print(numba.config.CACHE_DIR, module.__file__)"
+
+    def folder_and_module() -> list[Path]:
+        return [Path(word) for word in subprocess.check_output([sys.executable, "-c", code], text=True).split()]
+
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
-    code = "import headrace.worker.engine.cpu_numbers, numba; print(numba.config.CACHE_DIR)"
-    folder = Path(subprocess.check_output([sys.executable, "-c", code], text=True).strip())
-    assert folder.parent == tmp_path / "kernels"
+    folder, module = folder_and_module()
+    assert folder.parent == module.parent / "__pycache__"
+    sources = b"".join(source.read_bytes() for source in sorted(module.parent.glob("cpu_*.py")))
+    assert folder.name == f"kernels-{hashlib.sha256(sources).hexdigest()[:16]}"
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    assert folder_and_module()[0] == tmp_path
 
 
 def test_exp_is_exact_to_two_units_down_to_nothing() -> None:

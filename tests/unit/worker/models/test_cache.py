@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.shared.errors import ModelError
-from headrace.worker.cache_folder import cache_folder
-from headrace.worker.models.cache import entry_folder, get_or_build
+from headrace.worker.models.cache import cache_folder, entry_folder, get_or_build
 
 
 def build(folder: Path) -> None:

@@ -54,11 +54,12 @@ class ControlTokens:
         with self._lock:
             if self._renamed is None:
                 described = json.loads(self._tokenizer.to_str())
-                old_ids: dict[str, int] = {}
+                true_ids: dict[str, int] = {}
                 for token in described["added_tokens"]:
                     if token["content"] in self._names:
                         token["content"] = self._new_name(token["content"])
-                    old_ids[token["content"]] = token["id"]
+                    true_ids[token["content"]] = token["id"]
                 self._renamed = Tokenizer.from_str(json.dumps(described))
-                self._ids = {self._renamed.token_to_id(name): old_id for name, old_id in old_ids.items()}
+                renamed_ids = self._renamed.get_vocab()
+                self._ids = {renamed_ids[name]: true_id for name, true_id in true_ids.items()}
             return self._renamed

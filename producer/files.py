@@ -105,7 +105,7 @@ class _ZstdReader(io.RawIOBase):
         self._new_frame = ZstdDecompressor().decompressobj
         self._frame = self._new_frame()
         self._in_frame = False
-        self._pending = b""
+        self._pending = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -120,7 +120,7 @@ class _ZstdReader(io.RawIOBase):
                 return 0
             if self._frame.eof:
                 self._frame = self._new_frame()
-            self._pending = self._frame.decompress(part)
+            self._pending = memoryview(self._frame.decompress(part))
             self._in_frame = not self._frame.eof
         size = min(len(buffer), len(self._pending))
         buffer[:size], self._pending = self._pending[:size], self._pending[size:]

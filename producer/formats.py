@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -133,7 +134,12 @@ def _decode(data: bytes) -> object:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
         raise ValueError("not JSON that can be read: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(_TOO_MANY_DIGITS if "digits" in str(error) else str(error)) from None
     return value
+
+
+_TOO_MANY_DIGITS = f"not JSON that can be read: a whole number of over {sys.get_int_max_str_digits():,} digits"
 
 
 def _refuse_constant(name: str) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import redis
 import redis.asyncio
@@ -11,6 +11,7 @@ from headrace.shared.errors import ServerUnavailable, SettingsError
 
 DEFAULT_URL = "redis://localhost:6379/0"
 CONNECT_TIMEOUT_S = 5.0
+_SECRET_ARGUMENTS = {"password", "ssl_password"}
 
 
 def connect(url: str) -> redis.Redis:
@@ -21,7 +22,7 @@ def connect(url: str) -> redis.Redis:
     try:
         client = redis.Redis.from_url(url, socket_connect_timeout=CONNECT_TIMEOUT_S)
     except ValueError as error:
-        raise SettingsError(f"{without_password(url)!r} is not a Redis URL: {error}") from None
+        raise _not_a_url(url, error) from None
     try:
         client.ping()
     except redis.RedisError as error:
@@ -34,7 +35,15 @@ def connect_async(url: str) -> redis.asyncio.Redis:
     try:
         return redis.asyncio.Redis.from_url(url, socket_connect_timeout=CONNECT_TIMEOUT_S)
     except ValueError as error:
-        raise SettingsError(f"{without_password(url)!r} is not a Redis URL: {error}") from None
+        raise _not_a_url(url, error) from None
+
+
+def _not_a_url(url: str, error: ValueError) -> SettingsError:
+    if _is_readable(url):
+        return SettingsError(f"{without_password(url)!r} is not a Redis URL: {error}")
+    # What the parser says quotes parts of it, and any part may be one of the password.
+    hint = "percent-encode what is not a letter or digit in its user and password (/ is %2F, @ is %40, # is %23)"
+    return SettingsError(f"{without_password(url)!r} is not a Redis URL that can be read: {hint}")
 
 
 def unavailable(url: str, error: Exception) -> ServerUnavailable:
@@ -46,13 +55,30 @@ def unavailable(url: str, error: Exception) -> ServerUnavailable:
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown: a password in it becomes ***."""
+    """The URL as it may be shown: a password in it becomes ***; of one that can't be read nothing is shown."""
+    if not _is_readable(url):
+        return f"{url.partition('://')[0]}://***" if "://" in url else url if "@" not in url else "***"
     parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    user = parts.username or ""
+    query = parts.query
+    arguments = parse_qsl(query, keep_blank_values=True)
+    if any(name in _SECRET_ARGUMENTS for name, _ in arguments):
+        shown = [(name, "***" if name in _SECRET_ARGUMENTS else value) for name, value in arguments]
+        query = urlencode(shown, safe="*/:")
     host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{user}:***@{host}"))
+    netloc = parts.netloc if parts.password is None else f"{parts.username or ''}:***@{host}"
+    ending = "".join(f"{mark}{text}" for mark, text in (("?", query), ("#", parts.fragment)) if text)
+    slashes = "//" if "://" in url else ""  # urlunsplit would drop those of unix:///
+    return f"{parts.scheme}:{slashes}{netloc}{parts.path}{ending}"
+
+
+def _is_readable(url: str) -> bool:
+    """True if what stands in the URL is where it should be, so that a password can only be where one is looked for."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return False
+    return bool(parts.scheme) and "@" not in parts.path + parts.fragment and "@" not in parts.netloc.rpartition("@")[0]
 
 
 def as_text(value: bytes | str) -> str:

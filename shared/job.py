@@ -68,13 +68,13 @@ def job_hash(
     }
 
 
-def decode_payload(data: bytes) -> Payload:
+def decode_payload(data: bytes, max_bytes: int = MAX_DATA_BYTES) -> Payload:
     """Read the `data` field of a job's hash, which anyone who can write to Redis may have written.
 
     Raises InvalidRequest if it is not the JSON form above, names another task or an impossible batch, holds what a
-    result could not repeat as JSON, or is over MAX_DATA_BYTES.
+    result could not repeat as JSON, or is over `max_bytes`, compressed or not.
     """
-    text = _inflate(data)
+    text = _inflate(data, max_bytes)
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):
@@ -99,14 +99,14 @@ def decode_payload(data: bytes) -> Payload:
     return Payload(request=kwargs["request"], batch=batch)
 
 
-def _inflate(data: bytes) -> bytes:
+def _inflate(data: bytes, max_bytes: int) -> bytes:
     """RQ compresses the data; clients in other languages may leave it plain. Bounded, whatever it claims to be."""
     unzip = zlib.decompressobj()
     try:
-        text = unzip.decompress(data, MAX_DATA_BYTES)
+        text = unzip.decompress(data, max_bytes)
         over = bool(unzip.unconsumed_tail)
     except zlib.error:
-        text, over = data, len(data) > MAX_DATA_BYTES
+        text, over = data, len(data) > max_bytes
     if over:
-        raise InvalidRequest(f"the job's data is over the limit of {MAX_DATA_BYTES:,} bytes")
+        raise InvalidRequest(f"the job's data is over the limit of {max_bytes:,} bytes")
     return text

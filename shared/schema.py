@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -21,6 +22,8 @@ from headrace.shared.errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 256
 MAX_STOP_STRINGS = 64
+# Readers of JSON give up at some depth, the strictest of ours at 200: what is accepted must be readable in a result.
+MAX_DEPTH = 64
 _INT64_MAX = 2**63 - 1
 
 
@@ -51,18 +54,30 @@ class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class TextPart(_Wire):
+class _Input(_Wire):
+    """What others write. Its faults are few, however long the input: each costs memory, and a line of the error."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_number_of_fields(cls, value: object) -> object:
+        if isinstance(value, Mapping) and len(value) > 2 * len(cls.model_fields):
+            unknown = reprlib.repr(next(name for name in value if name not in cls.model_fields))
+            raise ValueError(f"has {len(value):,} fields, of which {unknown} and others are unknown")
+        return value
+
+
+class TextPart(_Input):
     """One part of a message's content, as OpenAI's clients send it. Only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(_Wire):
+class Message(_Input):
     """One chat message. `content` is text or a list of text parts."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
     def text(self) -> str:
@@ -82,11 +97,26 @@ def _off_is_zero(value: object) -> object:
     return 0 if value == -1 and not isinstance(value, bool) else value
 
 
+def _within_depth(value: object) -> object:
+    """Refuses what is nested more than MAX_DEPTH deep."""
+    layer = [value]
+    for _ in range(MAX_DEPTH):
+        layer = [item for outer in layer if isinstance(outer, dict | list) for item in _items(outer)]
+        if not layer:
+            return value
+    raise ValueError(f"is nested more than {MAX_DEPTH} deep")
+
+
+def _items(outer: dict[Any, Any] | list[Any]) -> list[Any]:
+    return list(outer.values()) if isinstance(outer, dict) else outer
+
+
+JsonObject = Annotated[dict[str, JsonValue], BeforeValidator(_within_depth)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Field(min_length=1)]
 
 
-class Request(_Wire):
+class Request(_Input):
     """One generation request. The names are those of the OpenAI and vLLM APIs.
 
     `seed` fixes the randomness; without it the job's id does, so that a job that is run again gives the same
@@ -95,8 +125,8 @@ class Request(_Wire):
     """
 
     id: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    prompt: str | list[TokenId] | None = None
-    messages: list[Message] | None = None
+    prompt: str | Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
     model: str | None = None
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=1, le=_INT64_MAX)
     min_tokens: int = Field(0, ge=0, le=_INT64_MAX)
@@ -105,10 +135,14 @@ class Request(_Wire):
     top_p: float = Field(1.0, ge=0.0, le=1.0)
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     seed: int | None = Field(None, ge=-_INT64_MAX - 1, le=_INT64_MAX)
-    stop: Annotated[list[StopString], BeforeValidator(_as_list)] = Field([], max_length=MAX_STOP_STRINGS)
-    stop_token_ids: Annotated[list[TokenId], BeforeValidator(_as_list)] = Field([], max_length=MAX_STOP_STRINGS)
+    stop: Annotated[list[StopString], Field(fail_fast=True), BeforeValidator(_as_list)] = Field(
+        [], max_length=MAX_STOP_STRINGS
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_as_list)] = Field(
+        [], max_length=MAX_STOP_STRINGS
+    )
     ignore_eos: bool = False
-    metadata: dict[str, JsonValue] | None = None
+    metadata: JsonObject | None = None
 
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -116,7 +150,7 @@ class Request(_Wire):
     logit_bias: dict[str, float] | None = None
     n: int = 1
     logprobs: bool | int | None = None
-    response_format: dict[str, JsonValue] | None = None
+    response_format: JsonObject | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> Request:
@@ -175,11 +209,17 @@ def check_encodable(value: object) -> None:
         raise InvalidRequest(f"the request is not JSON: {error}") from None
 
 
+_MAX_FAULTS = 20  # looked at; a union's branches make several of one
+_MAX_FAULTS_SHOWN = 5
+_REPR = reprlib.Repr()  # of a value of any size
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxlong, _REPR.maxother = 3, 60, 60, 60
+
+
 def _describe(error: ValidationError) -> tuple[str, str | None]:
     """One line for all faults, and the first field at fault."""
     lines: list[str] = []
     params: list[str] = []
-    for fault in error.errors(include_url=False):
+    for fault in error.errors(include_url=False)[:_MAX_FAULTS]:
         path = ".".join(str(part) for part in fault["loc"] if not _is_union_branch(part))
         params.append(path)
         if fault["type"] == "extra_forbidden":
@@ -191,7 +231,7 @@ def _describe(error: ValidationError) -> tuple[str, str | None]:
         line = f"{path}: {text}" if path else text
         if line not in lines:
             lines.append(line)
-    return "; ".join(lines[:5]), params[0] or None
+    return "; ".join(lines[:_MAX_FAULTS_SHOWN]), params[0] or None
 
 
 def _is_union_branch(part: int | str) -> bool:
@@ -200,7 +240,7 @@ def _is_union_branch(part: int | str) -> bool:
 
 
 def _shorten(value: object, limit: int = 60) -> str:
-    text = repr(value)
+    text = _REPR.repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -13,7 +13,7 @@ from headrace.shared import environment
 from headrace.shared.connection import DEFAULT_URL
 from headrace.shared.environment import DEFAULT_MODEL, DEFAULT_RESULT_TTL_S
 from headrace.shared.errors import SettingsError
-from headrace.worker.settings import DTYPES, QUANTIZATIONS, EngineSettings, QueueSettings
+from headrace.worker.settings import DTYPES, QUANTIZATIONS, EngineSettings, Limits, QueueSettings
 
 
 @click.command(short_help="Take jobs from a queue and run them as one batch.")
@@ -70,6 +70,25 @@ from headrace.worker.settings import DTYPES, QUANTIZATIONS, EngineSettings, Queu
     show_default=True,
     help="Seconds that results are kept.",
 )
+@click.option(
+    "--limit-payload-bytes",
+    type=int,
+    envvar=environment.LIMIT_PAYLOAD_BYTES,
+    default=Limits.payload_bytes,
+    show_default=True,
+    help="The most that a job's data may have, unpacked.",
+)
+@click.option(
+    "--limit-max-tokens", type=int, envvar=environment.LIMIT_MAX_TOKENS, help="The most that a job may ask for."
+)
+@click.option(
+    "--limit-stops",
+    type=int,
+    envvar=environment.LIMIT_STOPS,
+    default=Limits.stops,
+    show_default=True,
+    help="The most stop strings that a job may have, and stop token ids.",
+)
 @click.option("--burst", is_flag=True, help="Stop when the queue is empty.")
 @click.option(
     "--report",
@@ -90,6 +109,9 @@ def worker(
     lease_s: float,
     drain_timeout_s: float,
     result_ttl_s: int,
+    limit_payload_bytes: int,
+    limit_max_tokens: int | None,
+    limit_stops: int,
     burst: bool,
     report: Path | None,
     log_level: str,
@@ -100,8 +122,15 @@ def worker(
     into the queue.
     """
     _log_to_stderr(log_level)
+    limits = Limits(payload_bytes=limit_payload_bytes, max_tokens=limit_max_tokens, stops=limit_stops)
     engine_settings = EngineSettings(
-        model=model, slots=slots, dtype=dtype, device=device, quantization=quantization, max_context=max_context
+        model=model,
+        slots=slots,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        max_context=max_context,
+        limits=limits,
     )
     queue_settings = QueueSettings(
         queue=queue,

@@ -29,7 +29,7 @@ from headrace.worker.recovery import readable_job_ids
 from headrace.worker.rq_adapter import Claimed, MalformedJob, RqWorker, Running
 from headrace.worker.runner import Rejected, Runner
 from headrace.worker.settings import QueueSettings
-from headrace.worker.settle import Held, Settler, unforeseen
+from headrace.worker.settle import Held, Settler, place_of, unforeseen
 
 logger = logging.getLogger("headrace.worker")
 
@@ -214,7 +214,7 @@ class Courier:
         try:
             return self._settler.finished(held, row)
         except Exception as error:  # whatever it is, the results of the others must not wait for it
-            logger.exception("the result of job %s could not be made", row.row_id)
+            logger.error("the result of job %s could not be made: %s", row.row_id, place_of(error))
             return self._settler.given_up(
                 held.running, unforeseen(error), batch=held.batch, body={"id": held.request.id}
             )
@@ -293,7 +293,7 @@ class Courier:
         batch: str | None = None
         try:
             claimed = self._rq.read(job_id, fields)
-            payload = decode_payload(claimed.data)
+            payload = decode_payload(claimed.data, self._runner.limits.payload_bytes)
             body, batch = payload.request, payload.batch
             request = parse_request(body)
             row = self._runner.row(request, job_id, deadline_s=_deadline_s(claimed))
@@ -313,7 +313,7 @@ def _refusal(error: Exception, job_id: str) -> ErrorInfo:
         return ErrorInfo(code=ErrorCode.INVALID_REQUEST, message=str(error), param=error.param)
     if isinstance(error, MalformedJob):
         return ErrorInfo(code=ErrorCode.INVALID_REQUEST, message=f"the job's hash can't be read: {error}")
-    logger.error("job %s could not be prepared", job_id, exc_info=error)
+    logger.error("job %s could not be prepared: %s", job_id, place_of(error))
     return unforeseen(error)
 
 

@@ -146,7 +146,7 @@ def execute(pipeline: Pipeline) -> list[Any]:
     return answers
 
 
-_WRONG_KEY = ("WRONGTYPE", "not an integer")
+_WRONG_KEY = ("WRONGTYPE", "not an integer", "would overflow", "invalid expire time")
 
 
 def _verdict(job_key: str, answer: Any) -> Verdict:

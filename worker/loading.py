@@ -58,5 +58,7 @@ def load(settings: EngineSettings) -> Loaded:
         config.head_dim,
         dtype.itemsize,
     )
-    runner = Runner(codec, model_name=files.name, max_context=max_context, vocab_size=config.vocab_size)
+    runner = Runner(
+        codec, model_name=files.name, max_context=max_context, vocab_size=config.vocab_size, limits=settings.limits
+    )
     return Loaded(name=files.name, engine=Engine(model, cache), runner=runner)

@@ -36,6 +36,11 @@ from headrace.worker.fence import Command, FencedWrite, Fences, commands_of, exe
 EXECUTION_TTL_S = 90
 CRASHES_FIELD = "headrace_crashes"
 _MAINTENANCE_INTERVAL_S = 600
+# What RQ would decode for itself, without a limit, and what nothing here reads.
+_UNREAD_FIELDS = (b"data", b"exc_info", b"result", b"meta", b"webhooks")
+# Beyond any use, and far within what EXPIRE and floating-point times can take.
+_MAX_SECONDS = 100 * 365 * 24 * 3600
+_MAX_CRASHES = 1_000_000
 
 logger = logging.getLogger("headrace.worker")
 
@@ -75,6 +80,11 @@ def job_id_of(raw: bytes | str) -> str | None:
     except ValueError:
         return None
     return job_id
+
+
+def _check_range(name: str, value: int | None, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
+        raise ValueError(f"{name} is not between {low} and {high}")
 
 
 class RqWorker(BaseWorker):  # type: ignore[misc]
@@ -155,9 +165,12 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         """
         try:
             job = Job(job_id, connection=self.connection, serializer=JSONSerializer)
-            job.restore({**fields, b"data": b""})
+            job.restore({**fields, **dict.fromkeys(_UNREAD_FIELDS, b"")})
             job.origin = self.queue.name
             crashes = int(fields.get(CRASHES_FIELD.encode(), b"0"))
+            _check_range(CRASHES_FIELD, crashes, 0, _MAX_CRASHES)
+            for name in ("timeout", "result_ttl", "failure_ttl"):
+                _check_range(name, getattr(job, name), -1, _MAX_SECONDS)
             return Claimed(job=job, data=fields.get(b"data", b""), crashes=crashes)
         except Exception as error:  # RQ raises whatever the field's parser does
             text = f"{type(error).__name__}: {error}".removesuffix(": ")

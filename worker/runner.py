@@ -6,10 +6,23 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headrace.shared.errors import InvalidRequest
-from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason, Message, Output, Request, Timing, Usage
+from headrace.shared.schema import (
+    DEFAULT_MAX_TOKENS,
+    ErrorCode,
+    ErrorInfo,
+    FinishReason,
+    Message,
+    Output,
+    Request,
+    Timing,
+    Usage,
+)
 from headrace.worker.engine.rows import Row
 from headrace.worker.engine.sampling import SamplingParams, noise_key
 from headrace.worker.engine.stopping import StopParams, StopStrings
+from headrace.worker.settings import Limits
+
+NO_LIMITS_SET = Limits()
 
 
 class TokenStream(Protocol):
@@ -46,20 +59,30 @@ class Runner:
     `vocab_size` is the model's, if it is known: a tokenizer may have more tokens than the model was made with.
     """
 
-    def __init__(self, codec: Codec, *, model_name: str, max_context: int, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        model_name: str,
+        max_context: int,
+        vocab_size: int | None = None,
+        limits: Limits = NO_LIMITS_SET,
+    ) -> None:
         self._codec = codec
         self._vocab_size = min(codec.vocab_size, vocab_size or codec.vocab_size)
         self._max_context = max_context
         self.model_name = model_name
+        self.limits = limits
 
     def row(self, request: Request, job_id: str, *, deadline_s: float | None = None) -> Row:
         """The row that answers `request`. `deadline_s` is on time.monotonic's clock. Raises Rejected."""
         if request.model not in (None, self.model_name):
             text = f"the request asks for model {request.model!r}; this worker serves {self.model_name!r}"
             raise Rejected(ErrorCode.MODEL_MISMATCH, text, "model")
+        max_tokens = self._allowed_tokens(request)
         prompt_ids = self._prompt_ids(request)
         stopping = StopParams(
-            max_tokens=min(request.max_tokens, self._max_context - len(prompt_ids)),
+            max_tokens=min(max_tokens, self._max_context - len(prompt_ids)),
             min_tokens=request.min_tokens,
             eos_ids=frozenset() if request.ignore_eos else self._codec.eos_token_ids,
             stop_ids=frozenset(request.stop_token_ids),
@@ -93,6 +116,20 @@ class Runner:
             ended_by_token = row.finish.reason is FinishReason.STOP
             text = self._codec.decode(row.token_ids[:-1] if ended_by_token else row.token_ids)
         return Output(text=text, token_ids=row.token_ids, finish_reason=row.finish.reason, stop_reason=stopped_by)
+
+    def _allowed_tokens(self, request: Request) -> int:
+        """The request's max_tokens, or as much of the default as is allowed. Raises Rejected over a limit."""
+        for name, stops in (("stop", request.stop), ("stop_token_ids", request.stop_token_ids)):
+            if len(stops) > self.limits.stops:
+                text = f"{name} has {len(stops)} entries; this worker allows {self.limits.stops} (--limit-stops)"
+                raise Rejected(ErrorCode.INVALID_REQUEST, text, name)
+        limit = self.limits.max_tokens
+        if limit is None or request.max_tokens <= limit:
+            return request.max_tokens
+        if request.max_tokens == DEFAULT_MAX_TOKENS:  # nobody asked for it
+            return limit
+        text = f"max_tokens is {request.max_tokens:,}; this worker allows {limit:,} (--limit-max-tokens)"
+        raise Rejected(ErrorCode.INVALID_REQUEST, text, "max_tokens")
 
     def _prompt_ids(self, request: Request) -> list[int]:
         try:

@@ -6,11 +6,32 @@ from dataclasses import dataclass
 
 from headrace.shared.environment import DEFAULT_RESULT_TTL_S
 from headrace.shared.errors import SettingsError
+from headrace.shared.schema import MAX_STOP_STRINGS
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 MIN_LEASE_S = 2.0
+MIN_PAYLOAD_BYTES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one job may ask for: bytes of its data, unpacked; `max_tokens`; stop strings, and as many stop token ids."""
+
+    payload_bytes: int = 16 * 2**20
+    max_tokens: int | None = None
+    stops: int = MAX_STOP_STRINGS
+
+    def __post_init__(self) -> None:
+        if self.payload_bytes < MIN_PAYLOAD_BYTES:
+            raise SettingsError(
+                f"--limit-payload-bytes is {self.payload_bytes:,}; it needs at least {MIN_PAYLOAD_BYTES:,}"
+            )
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise SettingsError(f"--limit-max-tokens is {self.max_tokens}; it needs at least 1")
+        if not 0 <= self.stops <= MAX_STOP_STRINGS:
+            raise SettingsError(f"--limit-stops is {self.stops}; allowed are 0 to {MAX_STOP_STRINGS}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +44,7 @@ class EngineSettings:
     device: str = "auto"
     quantization: str = "none"
     max_context: int | None = None
+    limits: Limits = Limits()
 
     def __post_init__(self) -> None:
         if self.slots is not None and self.slots < 1:

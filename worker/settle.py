@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from headrace.shared import keys
@@ -104,6 +106,14 @@ def unforeseen(error: Exception) -> ErrorInfo:
     """What a result says of a failure that nothing was prepared for."""
     text = f"{type(error).__name__}: {error}"
     return ErrorInfo(code=ErrorCode.INTERNAL_ERROR, message=text.encode(errors="backslashreplace").decode())
+
+
+def place_of(error: Exception) -> str:
+    """What a log may say of such a failure: its kind and where it arose, but not its text, which may quote the job."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} at " + " < ".join(
+        f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames[-6:])
+    )
 
 
 def _return_value(result: Result) -> dict[str, Any]:

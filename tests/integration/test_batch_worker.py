@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 
 import pytest
@@ -134,7 +135,7 @@ def test_rq_shows_running_jobs_and_the_worker_truthfully(redis_client: redis.Red
         (raw_call(TASK, None, [], {"request": {"prompt": "a"}, "batch": ""}), "invalid_request", "batch name"),
         ({"data": "\x80\x04\x95", "status": "queued"}, "invalid_request", "not JSON"),
         ({"data": zlib.compress(b"[" * 100_000), "status": "queued"}, "invalid_request", "not JSON"),
-        ({"data": zlib.compress(b"0" * (65 * 2**20)), "status": "queued"}, "invalid_request", "67,108,864"),
+        ({"data": zlib.compress(b"0" * (65 * 2**20)), "status": "queued"}, "invalid_request", "16,777,216"),
         ({"data": "x", "status": "queued", "timeout": "soon"}, "invalid_request", "hash can't be read"),
         ({"status": "queued"}, "invalid_request", "not JSON"),
     ],
@@ -177,6 +178,27 @@ def test_an_unforeseen_failure_of_one_job_is_its_own(
     assert result.error.code is ErrorCode.INTERNAL_ERROR
     assert "Poison" in result.error.message
     assert rq_status(redis_client, bad.id) == "failed"
+
+
+@pytest.mark.parametrize("part", ["encode_prompt", "decode"])
+def test_no_log_has_a_jobs_text(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
+) -> None:
+    def quote(codec: ByteCodec, what: str | list[int]) -> object:
+        raise Poison(f"can't do {what!r}")
+
+    monkeypatch.setattr(ByteCodec, part, quote)
+    caplog.set_level("DEBUG")
+    with running_worker(redis_client), producer_for(redis_client) as producer:
+        put_raw(redis_client, "bad", raw_call(TASK, None, [], {"request": {"prompt": "s3cret", "x": "s3cret"}}))
+        job = producer.submit("s3cret", max_tokens=6, stop=["s3cret"])
+        assert job.result(timeout=20).error is not None
+        assert producer.job("bad").result(timeout=20).error is not None
+    logged = "\n".join(logging.Formatter().format(record) for record in caplog.records)
+    assert f"job {job.id}" in logged
+    assert "Poison at test_batch_worker.py" in logged
+    assert "s3cret" not in logged
+    assert str(list(b"uvwxyz")) not in logged  # what the fake model says after "t"
 
 
 def test_ids_that_no_job_can_have_and_jobs_that_are_gone_are_dropped(redis_client: redis.Redis) -> None:

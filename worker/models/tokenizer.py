@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from headrace.shared.errors import InvalidRequest, ModelError
 from headrace.shared.schema import Message
+from headrace.worker.models.control_tokens import ControlTokens
 from headrace.worker.models.detokenize import Detokenizer, TextStream
 
 MAX_CHAT_CHARACTERS = 16 * 2**20
@@ -26,6 +27,7 @@ class TextCodec:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._detokenizer = Detokenizer(self._tokenizer)
+        self._control = ControlTokens(self._tokenizer, str(reference.chat_template or ""))
         self.eos_token_ids = eos_token_ids
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
@@ -47,7 +49,11 @@ class TextCodec:
         return cls(reference, _eos_token_ids(folder, reference.eos_token_id))
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a plain prompt, with BOS and the like where the tokenizer adds them."""
+        """The ids of a plain prompt, with BOS and the like where the tokenizer adds them.
+
+        A prompt is all that the model sees, so what looks like a control token is one, as a program needs that
+        writes a chat's form itself. What others wrote belongs into a message.
+        """
         return list(self._tokenizer.encode(text).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -55,13 +61,17 @@ class TextCodec:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a chat, up to where the assistant is to speak.
+        """The ids of a chat, up to where the assistant is to speak. Control tokens come from the template alone: in
+        a message, their names are text.
 
         Raises InvalidRequest if the model has no chat template, if the template refuses the messages, or if these
         or what it makes of them are over MAX_CHAT_CHARACTERS.
         """
-        rendered = self._render(messages)
-        return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
+        chat = [_for_template(message) for message in messages]
+        if not any(self._control.are_named_in(text) for message in chat for text in message.values()):
+            return list(self._tokenizer.encode(self._render(chat), add_special_tokens=False).ids)
+        covered = [{field: self._control.cover(text) for field, text in message.items()} for message in chat]
+        return self._control.encode_covered(self._render(covered))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text, without special tokens; an incomplete character at the end is left out."""
@@ -72,10 +82,9 @@ class TextCodec:
         """A stream for a new text. All that it returns, joined, equals `decode` of all that was pushed."""
         return self._detokenizer.stream()
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(self, chat: Sequence[dict[str, str]]) -> str:
         if not self._reference.chat_template:
             raise InvalidRequest("this model has no chat template; send a prompt instead", "messages")
-        chat = [_for_template(message) for message in messages]
         _check_length(sum(len(text) for message in chat for text in message.values()))
         try:
             rendered = self._reference.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

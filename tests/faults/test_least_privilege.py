@@ -1,0 +1,162 @@
+"""The users of deploy/acl/users.acl on a real server: each can do its part, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis.exceptions import NoPermissionError
+from worker_harness import MODEL, QUEUE, producer_for, running_worker, wait_until
+
+from headrace.producer import Producer
+from headrace.producer.embedded import find_server
+from headrace.shared import keys
+from headrace.shared.errors import ServerUnavailable
+
+ACL_FILE = Path(__file__).parents[2] / "deploy" / "acl" / "users.acl"
+
+
+class Server:
+    """A server with the users of the ACL file, and clients for each of them."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+
+    def client(self, user: str) -> redis.Redis:
+        return redis.Redis(unix_socket_path=str(self._socket), username=user, password=f"CHANGE-ME-{user}")
+
+    def denials(self) -> list[tuple[str, str, str]]:
+        """What was refused: who, why, what."""
+        with self.client("admin") as admin:
+            log: Any = admin.acl_log()
+            return [(entry["username"], entry["reason"], entry["object"]) for entry in log]
+
+    def answers(self) -> bool:
+        try:
+            with self.client("admin") as admin:
+                return bool(admin.ping())
+        except redis.RedisError:
+            return False
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("acl")
+    options = ("--port", "0", "--unixsocket", "s", "--dir", str(folder), "--save", "", "--aclfile", str(ACL_FILE))
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([find_server(), *options], cwd=folder, stdout=log, stderr=log)
+    try:
+        made = Server(folder / "s")
+        wait_until(lambda: made.answers() or process.poll() is not None, "the server to answer")
+        assert process.poll() is None, (folder / "log").read_text()
+        yield made
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def test_each_user_can_do_its_part(server: Server) -> None:
+    with (
+        running_worker(server.client("worker")) as running,
+        producer_for(server.client("producer")) as producer,
+        producer_for(server.client("submitter")) as submitter,
+        producer_for(server.client("collector")) as collector,
+    ):
+        batch = producer.submit_many([{"prompt": "a", "max_tokens": 3}, {"prompt": ""}], batch="night")
+        assert {result.ok for result in collector.batch(batch.name).results(timeout=20)} == {True, False}
+        submitter.submit_many([{"prompt": "b", "max_tokens": 3}, {"prompt": ""}], batch="other")
+        assert sum(result.ok for result in producer.batch("other").results(timeout=20)) == 1
+        assert producer.submit("a", max_tokens=3).result(timeout=20).text == "bcd"
+        assert collector.job(submitter.submit("a", max_tokens=3).id).result(timeout=20).text == "bcd"
+        assert {status.name for status in producer.status().batches} == {"night", "other"}
+        assert collector.status().workers[0].name == running.worker.name
+        running.model.gate.clear()
+        long = [producer.submit("a", max_tokens=60) for _ in range(6)]
+        wait_until(lambda: [job.status() for job in long].count("started") == 4, "four jobs to start")
+        assert all(job.cancel() for job in long)
+        running.model.gate.set()
+        codes = {str(result.error and result.error.code) for result in (job.result(timeout=20) for job in long)}
+        assert codes == {"cancelled"}
+        assert producer.submit_many([{"prompt": "a"}] * 9, batch="gone").cancel() > 0
+        running.worker._rq.last_cleaned_at = None
+        running.worker._keeper._sweep_due_s = running.worker._keeper._rq_beat_due_s = 0.0
+        running.worker._keeper.beat()
+    assert server.denials() == []
+
+
+def test_a_workers_user_can_take_over_a_dead_workers_jobs(server: Server) -> None:
+    with producer_for(server.client("producer")) as producer:
+        batch = producer.submit_many([{"prompt": "a", "max_tokens": 9}] * 6, batch="b")
+        with running_worker(server.client("worker")) as dead, server.client("worker") as connection:
+            dead.model.gate.clear()
+            wait_until(lambda: connection.zcard(f"rq:wip:{QUEUE}") == 4, "four jobs to start")
+            dead.worker._keeper.leave()
+            connection.delete(keys.lease(dead.worker.name))
+            with running_worker(server.client("worker")):
+                assert len(list(batch.results(timeout=20))) == 6
+            dead.model.gate.set()
+    assert server.denials() == []
+
+
+@pytest.mark.parametrize("user", ["worker", "producer", "submitter", "collector"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("FLUSHALL",),
+        ("FLUSHDB",),
+        ("CONFIG", "GET", "*"),
+        ("CONFIG", "SET", "dir", "/tmp"),
+        ("KEYS", "*"),
+        ("SCAN", "0"),
+        ("ACL", "LIST"),
+        ("MONITOR",),
+        ("SHUTDOWN",),
+        ("FUNCTION", "LIST"),
+        ("SCRIPT", "FLUSH"),
+        ("REPLICAOF", "127.0.0.1", "1"),
+        ("MODULE", "LIST"),
+        ("CLIENT", "KILL", "TYPE", "normal"),
+        ("GET", "somebody-elses"),
+        ("SET", "somebody-elses", "1"),
+    ],
+)
+def test_no_user_has_more_than_its_part(server: Server, user: str, command: tuple[str, ...]) -> None:
+    with server.client(user) as client, pytest.raises(NoPermissionError):
+        client.execute_command(*command)
+
+
+@pytest.mark.parametrize(
+    ("user", "script"),
+    [
+        ("worker", "return redis.call('FLUSHALL')"),
+        ("worker", "return redis.call('GET', 'somebody-elses')"),
+        ("producer", "return redis.call('DEL', 'headrace:workers')"),
+        ("producer", "return redis.call('LRANGE', 'rq:queue:another', 0, -1)"),
+        ("submitter", "return redis.call('GET', 'headrace:result:x')"),
+        ("collector", "return 1"),
+    ],
+)
+def test_a_script_can_do_no_more_than_its_user(server: Server, user: str, script: str) -> None:
+    with server.client(user) as client, pytest.raises(redis.ResponseError, match=r"permission|can't access|ACL"):
+        client.eval(script, 0)
+
+
+def test_a_submitter_reads_no_results_and_a_collector_sends_no_jobs(server: Server) -> None:
+    with (
+        server.client("producer") as own,
+        producer_for(server.client("submitter")) as submitter,
+        producer_for(server.client("collector")) as collector,
+    ):
+        with Producer(connection=own, model=MODEL) as producer, running_worker(server.client("worker")):
+            job = producer.submit("a", max_tokens=3)
+            assert job.result(timeout=20).text == "bcd"
+        with pytest.raises(ServerUnavailable, match="permissions"):
+            submitter.job(job.id).result(timeout=1)
+        with server.client("submitter") as client, pytest.raises(NoPermissionError):
+            client.lrange(keys.rq_queue(QUEUE), 0, -1)
+        with pytest.raises(ServerUnavailable, match="permissions"):
+            collector.submit("a")

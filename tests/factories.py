@@ -194,3 +194,18 @@ def packed(
         last=torch.tensor([len(part) for part in parts]).cumsum(0) - 1,
         longest=max(positions) + 1,
     )
+
+
+def attend(
+    cache: KVCache, tokens: PackedTokens, queries: Tensor, keys: Tensor, values: Tensor, *, layer: int = 0
+) -> Tensor:
+    """Store and attend without turning anything: (T, H, D), two of (T, K, D) -> (T, H, D)."""
+    mixed = torch.cat((queries, keys, values), dim=1)
+    unturned = torch.tensor([1.0, 0.0], dtype=mixed.dtype).view(1, 2, 1).repeat(len(mixed), 1, mixed.shape[2])
+    return cache.attend(layer, mixed.flatten(1), unturned, tokens).view_as(queries)
+
+
+def keys_of(cache: KVCache) -> Tensor:
+    """Its keys by position, in whatever layout it keeps them: (L, slots, K, S, D)."""
+    keys = cache.keys
+    return keys if keys.ndim == 5 else keys.transpose(-1, -2).flatten(3, 4)

@@ -88,13 +88,15 @@ def test_a_prompts_positions_attend_to_themselves_and_before(
 @DTYPES
 @pytest.mark.parametrize("scale", [1.0, 30.0], ids=["even weights", "one weight above all"])
 def test_a_new_token_attends_to_its_own_rows_positions(kind: str, dtype: torch.dtype, scale: float) -> None:
-    rows = random_rows(dtype, scale=scale)
+    rows = random_rows(dtype, scale=scale, seed=9)
     cache = cache_for(kind, dtype)
     rows.attend(cache, {row: (0, length - 1) for row, length in enumerate(LENGTHS) if length > 1})
     found = rows.attend(cache, LAST)
+    # Scores of up to 100 are rounded as far as they are kept: to the type in plain torch, to float32 by the kernels.
+    rounding = 1 if kind == "fastest" and dtype is torch.bfloat16 else max(1, scale / 3)
     for row in WHOLE:
         expected = exact(rows.queries[row][-1], rows.keys[row], rows.values[row])
-        assert (found[row][0].double() - expected).abs().max() < TOLERANCE[dtype] * max(1, scale / 3)
+        assert (found[row][0].double() - expected).abs().max() < TOLERANCE[dtype] * rounding
 
 
 @DTYPES

@@ -39,7 +39,12 @@ def random_rows() -> list[Row]:
     """Short and long prompts, half of them greedy; none begins as another."""
     lengths = [1, 2, 15, 63, 64, 65, 100, 127, 128, 129, 170]
     return [
-        row(str(number), random_tokens(length, number), max_tokens=3 + number % 4, **list(SAMPLINGS.values())[number % 2])
+        row(
+            str(number),
+            random_tokens(length, number),
+            max_tokens=3 + number % 4,
+            **list(SAMPLINGS.values())[number % 2],
+        )
         for number, length in enumerate(lengths)
     ]
 

@@ -29,9 +29,7 @@ def compiled_dots(count: int, size: int, block: int) -> Callable[..., None]:
 
 def compiled_weighing(count: int, size: int, tiles: int) -> Callable[..., None]:
     @numba.njit  # type: ignore[untyped-decorator]
-    def run(
-        weights: Array, start: int, stride: int, rows: Array, at: int, length: int, sums: Array, to: int
-    ) -> None:
+    def run(weights: Array, start: int, stride: int, rows: Array, at: int, length: int, sums: Array, to: int) -> None:
         weigh_rows(weights, start, stride, rows, at, length, sums, to, count, size, tiles)
 
     return run  # type: ignore[no-any-return]

@@ -409,9 +409,7 @@ def test_a_row_knows_when_it_was_admitted_got_its_first_token_and_ended(clock: F
     assert (second.admitted_at_s, second.first_token_at_s, second.finished_at_s) == (1005.0, 1007.0, 1007.0)
 
 
-def test_a_long_prompts_first_token_is_that_of_its_last_part(
-    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_prompts_first_token_is_that_of_its_last_part(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "MAX_PROMPT_TOKENS", 10)
     batch = engine(HistoryModel(fail_at=lambda number: clock.advance(1.0)))
     long = row("a", [1] * 25, max_tokens=2)

@@ -55,7 +55,9 @@ def test_an_interrupted_rows_tokens_are_shared_out_with_its_prompt() -> None:
 def test_random_rows_are_served_within_the_budget_as_if_token_by_token() -> None:
     generator = random.Random(2)
     for _ in range(500):
-        rows = with_pending(*(generator.choice([1, 1, generator.randrange(2, 60)]) for _ in range(generator.randrange(12))))
+        rows = with_pending(
+            *(generator.choice([1, 1, generator.randrange(2, 60)]) for _ in range(generator.randrange(12)))
+        )
         budget = generator.randrange(1, 150)
         given = {each.row_id: 0 for each in rows}
         for each in rows:

@@ -14,9 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.worker.engine import elementwise
 from headrace.worker.engine.config import ModelConfig
-from headrace.worker.engine.generate import Engine, Model
+from headrace.worker.engine.generate import Engine, Model, StepCounts
 from headrace.worker.engine.kv_cache import KVCache
 from headrace.worker.engine.model import Decoder
+from headrace.worker.engine.packing import PackedTokens
 from headrace.worker.engine.placement import make_cache
 from headrace.worker.engine.rows import Row
 from headrace.worker.engine.sampling import SamplingParams, noise_key
@@ -70,10 +71,10 @@ def engine(model: Model, *, slots: int = 4, max_context: int = 256) -> Engine:
 
 def row(row_id: str, prompt: Sequence[int] = (1, 2, 3), **changes: Any) -> Row:
     """A row, greedy unless it has a `temperature`. Takes the fields of SamplingParams and StopParams, `strings`,
-    `deadline_s`, and a `seed`."""
+    `deadline_s`, `token_ids`, and a `seed`."""
     stopping = {name: changes.pop(name) for name in tuple(changes) if name in StopParams.__dataclass_fields__}
     seed = changes.pop("seed", row_id)
-    others = {name: changes.pop(name) for name in ("strings", "deadline_s") if name in changes}
+    others = {name: changes.pop(name) for name in ("strings", "deadline_s", "token_ids") if name in changes}
     return Row(
         row_id=row_id,
         prompt_ids=list(prompt),
@@ -111,16 +112,12 @@ class Recorder:
     engine: Engine | None = None
     logits: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def prefill(self, token_ids: Tensor, lengths: Tensor, cache: KVCache, first_slot: int) -> Tensor:
-        return self._note(self.model.prefill(token_ids, lengths, cache, first_slot), first_slot)
-
-    def decode_step(self, token_ids: Tensor, positions: Tensor, longest: int, cache: KVCache) -> Tensor:
-        return self._note(self.model.decode_step(token_ids, positions, longest, cache), 0)
-
-    def _note(self, logits: Tensor, first_slot: int) -> Tensor:
+    def forward(self, tokens: PackedTokens, cache: KVCache) -> Tensor:
+        logits = self.model.forward(tokens, cache)
         assert self.engine is not None
-        for each, values in zip(self.engine._live.rows[first_slot:], logits, strict=False):
-            self.logits.setdefault(each.row_id, []).append(values.clone())
+        row_in = {each.slot: each.row_id for each in self.engine._live.rows}
+        for slot, values in zip(tokens.slots[tokens.last].tolist(), logits, strict=True):
+            self.logits.setdefault(row_in[slot], []).append(values.clone())
         return logits
 
 
@@ -131,6 +128,7 @@ class Outcome:
     tokens: dict[str, list[int]]
     logits: dict[str, list[Tensor]]
     finishes: dict[str, Finish | None]
+    counts: StepCounts
 
     def assert_same(self, other: Outcome, row_id: str) -> None:
         """The row got the same tokens, and before each the same logits to the last bit."""
@@ -148,7 +146,10 @@ def record(model: Decoder, rows: Sequence[Row], *, slots: int, max_context: int 
         batch.submit(each)
     done = drain(batch)
     return Outcome(
-        {each.row_id: each.token_ids for each in done}, recorder.logits, {each.row_id: each.finish for each in done}
+        {each.row_id: each.token_ids for each in done},
+        recorder.logits,
+        {each.row_id: each.finish for each in done},
+        batch.counts,
     )
 
 
@@ -177,10 +178,34 @@ def decoder(folder: Path, *, max_context: int = 256, dtype: torch.dtype = torch.
     return load_decoder(folder, ModelConfig.from_folder(folder), max_context=max_context, dtype=dtype, device=CPU)
 
 
-def padded(prompts: Sequence[Sequence[int]], length: int | None = None) -> tuple[Tensor, Tensor]:
-    """Prompts padded on the right, and their lengths: (B, T), (B,)."""
-    width = length or max(map(len, prompts))
-    return (
-        torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]),
-        torch.tensor([len(prompt) for prompt in prompts]),
+def packed(
+    parts: Sequence[Sequence[int]], *, slots: Sequence[int] | None = None, starts: Sequence[int] | None = None
+) -> PackedTokens:
+    """Tokens of several rows, each part from a position of its slot on; the logits after each part are wanted.
+
+    The slots are the first ones and the positions begin at 0, unless said otherwise.
+    """
+    slots, starts = slots or range(len(parts)), starts or [0] * len(parts)
+    positions = [start + i for part, start in zip(parts, starts, strict=True) for i in range(len(part))]
+    return PackedTokens(
+        token_ids=torch.tensor([token_id for part in parts for token_id in part]),
+        slots=torch.tensor([slot for part, slot in zip(parts, slots, strict=True) for _ in part]),
+        positions=torch.tensor(positions),
+        last=torch.tensor([len(part) for part in parts]).cumsum(0) - 1,
+        longest=max(positions) + 1,
     )
+
+
+def attend(
+    cache: KVCache, tokens: PackedTokens, queries: Tensor, keys: Tensor, values: Tensor, *, layer: int = 0
+) -> Tensor:
+    """Store and attend without turning anything: (T, H, D), two of (T, K, D) -> (T, H, D)."""
+    mixed = torch.cat((queries, keys, values), dim=1)
+    unturned = torch.tensor([1.0, 0.0], dtype=mixed.dtype).view(1, 2, 1).repeat(len(mixed), 1, mixed.shape[2])
+    return cache.attend(layer, mixed.flatten(1), unturned, tokens).view_as(queries)
+
+
+def keys_of(cache: KVCache) -> Tensor:
+    """Its keys by position, in whatever layout it keeps them: (L, slots, K, S, D)."""
+    keys = cache.keys
+    return keys if keys.ndim == 5 else keys.transpose(-1, -2).flatten(3, 4)

@@ -12,6 +12,7 @@ from torch import Tensor
 from headrace.shared.errors import InvalidRequest
 from headrace.shared.schema import Message
 from headrace.worker.engine.kv_cache import KVCache
+from headrace.worker.engine.packing import PackedTokens
 
 VOCAB = 61
 EOS = 256
@@ -31,41 +32,39 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class HistoryModel:
-    """Keeps each row's tokens in its slot of the cache and continues what it finds there.
+    """Keeps each token in its row's slot of the cache, at its position, and continues what it finds there.
 
-    A token of `poison` makes the row's logits NaN, and its slot too. `fail_at` is asked before each pass, by its
-    name, and may raise.
+    So a row goes wrong if a part of its prompt, of a copied beginning or of what it was resumed with is missing or
+    misplaced. From a token of `poison` on, the row's slot is NaN, and so are its logits. `fail_at` is asked before each
+    pass, by its number from one, and may raise; what the pass had to store is then NaN.
     """
 
-    def __init__(self, *, poison: Sequence[int] = (), fail_at: Callable[[str], None] | None = None) -> None:
+    def __init__(self, *, poison: Sequence[int] = (), fail_at: Callable[[int], None] | None = None) -> None:
         self._poison = set(poison)
-        self._fail_at = fail_at or (lambda name: None)
-        self.decoded: list[int] = []  # rows of each decode step
-        self.prefilled: list[tuple[int, int]] = []  # rows and padded length of each prefill
+        self._fail_at = fail_at or (lambda number: None)
+        self.passes: list[tuple[int, int]] = []  # tokens of each pass, and rows that got one
 
-    def prefill(self, token_ids: Tensor, lengths: Tensor, cache: KVCache, first_slot: int) -> Tensor:
-        self._fail_at("prefill")
-        rows, padded = token_ids.shape
-        self.prefilled.append((rows, padded))
-        cache.values[0, first_slot : first_slot + rows, 0, :padded, 0] = token_ids.float()
-        return torch.stack([self._next(cache, first_slot + row, int(lengths[row])) for row in range(rows)])
+    def forward(self, tokens: PackedTokens, cache: KVCache) -> Tensor:
+        self.passes.append((len(tokens.token_ids), len(tokens.last)))
+        assert tokens.longest == int(tokens.positions.max()) + 1
+        stored = cache.values[0, :, 0, :, 0]  # (slots, S)
+        try:
+            self._fail_at(len(self.passes))
+        except RuntimeError:
+            stored[tokens.slots, tokens.positions] = torch.nan
+            raise
+        stored[tokens.slots, tokens.positions] = tokens.token_ids.float()
+        places = list(zip(tokens.token_ids.tolist(), tokens.slots.tolist(), tokens.positions.tolist(), strict=True))
+        for token_id, slot, position in places:
+            if token_id in self._poison:
+                stored[slot, position:] = torch.nan
+        wanted = [self._next(stored[slot], position + 1) for _, slot, position in (places[i] for i in tokens.last)]
+        return torch.stack(wanted) if wanted else torch.empty(0, VOCAB)
 
-    def decode_step(self, token_ids: Tensor, positions: Tensor, longest: int, cache: KVCache) -> Tensor:
-        self._fail_at("decode")
-        rows = len(token_ids)
-        self.decoded.append(rows)
-        assert int(positions.max()) + 1 == longest
-        cache.values[0, torch.arange(rows), 0, positions, 0] = token_ids.float()
-        return torch.stack([self._next(cache, row, int(positions[row]) + 1) for row in range(rows)])
-
-    def _next(self, cache: KVCache, slot: int, length: int) -> Tensor:
-        read = cache.values[0, slot, 0, :, 0]
-        if read.isnan().any():  # as in attention, also beyond the row's end
+    def _next(self, stored: Tensor, length: int) -> Tensor:
+        if stored.isnan().any():  # as in attention, also beyond the row's end
             return torch.full((VOCAB,), torch.nan)
-        history = read[:length].long().tolist()
-        if self._poison & set(history):
-            cache.values[0, slot] = torch.nan
-            return torch.full((VOCAB,), torch.nan)
+        history = stored[:length].long().tolist()
         # The likeliest is next_token; the rest, for rows that sample, follows from the history as well.
         generator = torch.Generator().manual_seed(next_token([*history, 0]))
         logits = torch.rand(VOCAB, generator=generator) * 3
@@ -79,11 +78,8 @@ class ConstantModel:
     def __init__(self, logits: Sequence[float]) -> None:
         self._logits = torch.tensor(logits)
 
-    def prefill(self, token_ids: Tensor, lengths: Tensor, cache: KVCache, first_slot: int) -> Tensor:
-        return self._logits.repeat(len(token_ids), 1)
-
-    def decode_step(self, token_ids: Tensor, positions: Tensor, longest: int, cache: KVCache) -> Tensor:
-        return self._logits.repeat(len(token_ids), 1)
+    def forward(self, tokens: PackedTokens, cache: KVCache) -> Tensor:
+        return self._logits.repeat(len(tokens.last), 1)
 
 
 class FakeClock:

@@ -22,6 +22,7 @@ from headrace.worker.batch_worker import BatchWorker
 from headrace.worker.engine.config import ModelConfig
 from headrace.worker.engine.generate import Engine
 from headrace.worker.engine.kv_cache import KVCache
+from headrace.worker.engine.packing import PackedTokens
 from headrace.worker.runner import Runner
 from headrace.worker.settings import QueueSettings
 
@@ -42,27 +43,20 @@ def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = DEAD
 
 
 class SuccessorModel:
-    """The next token is the last one plus one. `gate` is passed at every step; clear it to hold the engine up."""
+    """The next token is the last one plus one. `gate` is passed at every pass; clear it to hold the engine up."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
-        self.rows_of_steps: list[int] = []
+        self.rows_of_steps: list[int] = []  # those that got a token
         self.fail_with: Exception | None = None
 
-    def prefill(self, token_ids: Tensor, lengths: Tensor, cache: KVCache, first_slot: int) -> Tensor:
-        last = token_ids[torch.arange(len(lengths)), lengths - 1]
-        return self._logits(last)
-
-    def decode_step(self, token_ids: Tensor, positions: Tensor, longest: int, cache: KVCache) -> Tensor:
+    def forward(self, tokens: PackedTokens, cache: KVCache) -> Tensor:
         assert self.gate.wait(DEADLINE_S)
-        self.rows_of_steps.append(len(token_ids))
+        self.rows_of_steps.append(len(tokens.last))
         if self.fail_with is not None:
             raise self.fail_with
-        return self._logits(token_ids)
-
-    def _logits(self, last: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot((last + 1) % 256, VOCAB).float() * 50
+        return torch.nn.functional.one_hot((tokens.token_ids[tokens.last] + 1) % 256, VOCAB).float() * 50
 
 
 class ByteCodec:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories import KINDS, Outcome, decoder, kv_cache, padded, record, set_kind
+from factories import KINDS, Outcome, decoder, kv_cache, packed, record, set_kind
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -85,15 +85,10 @@ def test_logits_in_float32_are_those_of_transformers(demo: Demo, reference: Llam
     wholes = [demo.row(number).prompt_ids for number in (0, 20, 36, 45)]
     wholes.append((wholes[2] * 2)[: 127 + steps])  # over the border of a block
     cache = kv_cache(ours.config, slots=len(wholes), max_context=MAX_CONTEXT)
-    logits = ours.prefill(*padded([whole[:-steps] for whole in wholes]), cache, 0)
-    found = [logits]
-    for slot, whole in enumerate(wholes):
-        cache.commit(slot, len(whole) - steps)
+    found = [ours.forward(packed([whole[:-steps] for whole in wholes]), cache)]
     for step in range(steps):
-        positions = cache.lengths.clone()
-        tokens = torch.tensor([whole[step - steps] for whole in wholes])
-        found.append(ours.decode_step(tokens, positions, int(positions.max()) + 1, cache))
-        cache.advance(len(wholes))
+        tokens, starts = [[whole[step - steps]] for whole in wholes], [len(whole) - steps + step for whole in wholes]
+        found.append(ours.forward(packed(tokens, starts=starts), cache))
     for row, whole in enumerate(wholes):
         with torch.inference_mode():
             expected: Tensor = reference(torch.tensor([whole]), use_cache=False).logits[0, -steps - 1 :]

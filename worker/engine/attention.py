@@ -23,9 +23,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths
     (T, H, D), two of (slots, K, S, D), (T,), (T,) -> (T, H, D). `longest` is the largest of `lengths`, known to the
     host.
     """
-    chunks = zip(
-        queries.split(_TOKENS_AT_ONCE), slots.split(_TOKENS_AT_ONCE), lengths.split(_TOKENS_AT_ONCE), strict=True
-    )
+    chunks = zip(*(torch.split(part, _TOKENS_AT_ONCE) for part in (queries, slots, lengths)), strict=True)
     return torch.cat([_attend(part, keys, values, slot, length, longest) for part, slot, length in chunks])
 
 

@@ -120,7 +120,7 @@ class Engine:
         tokens = pack(shares, self._cache.device)
         logits = self._model.forward(tokens, self._cache)
         for row, count in shares:
-            self.counts.prompt_tokens += count if row.num_pending > 1 else 0
+            self.counts.prompt_tokens += 0 if row.first_token_at_s else count
             row.num_cached += count
         complete = [row for row, _ in shares if row.num_pending == 0]
         self.counts.steps += 1
@@ -171,9 +171,6 @@ class Engine:
 
     def _leave(self) -> None:
         """Take out the rows that are done."""
-        for row in self._live.rows:
-            if row.error is not None:
-                self._wipe(row.slot)
         done = self._take_out(lambda row: row.finish is not None)
         for row in done:
             row.finished_at_s = now_s()
@@ -184,7 +181,13 @@ class Engine:
         self._cache.clear(slot)
 
     def _take_out(self, leaves: Callable[[Row], bool]) -> list[Row]:
-        """Take rows out of the live and the waiting ones, and return them."""
+        """Take rows out of the live and the waiting ones, and return them.
+
+        NaN may lie in the slots of those that failed, and of those that no logits have been asked of.
+        """
+        for row in self._live.rows:
+            if leaves(row) and (row.error is not None or row.num_pending > 1):
+                self._wipe(row.slot)
         out = [row for row in self._waiting if leaves(row)]
         for row in out:
             self._waiting.remove(row)

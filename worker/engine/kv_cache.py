@@ -26,7 +26,7 @@ class KVCache:
         self.num_slots = num_slots
         self.max_context = max_context
         self.device = device
-        self._heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self._head_dim = config.head_dim
         keys, values = self._shapes(config)
         # Positions beyond a row's end are multiplied by a weight of exactly zero, so they must not hold NaN.
@@ -50,7 +50,7 @@ class KVCache:
         `rotations`, (T, 2, D) -> (T, H x D).
         """
         heads = mixed.view(len(mixed), sum(self._heads), self._head_dim)
-        queries, keys, values = heads.split(self._heads, dim=1)
+        queries, keys, values = torch.split(heads, self._heads, dim=1)
         cos, sin = rotations[:, 0, None], rotations[:, 1, None]  # (T, 1, D)
         self.keys[layer, tokens.slots, :, tokens.positions] = rotate(keys, cos, sin)
         self.values[layer, tokens.slots, :, tokens.positions] = values

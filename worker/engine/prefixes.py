@@ -17,7 +17,7 @@ MIN_SHARED = 16  # positions; for fewer, looking and copying are not worth their
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """The longest beginning that can be had: copy `length` positions from `slot`, or wait for a row that computes it."""
+    """The longest beginning to be had: copy `length` positions of `slot`, or wait while a row computes them there."""
 
     slot: int
     length: int

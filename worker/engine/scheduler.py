@@ -1,4 +1,4 @@
-"""What one pass computes: a token of every row that decodes, then as much of newcomers' prompts as there is room for."""
+"""What one pass computes: a token of every row that decodes, then as much of newcomers' prompts as has room."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from factories import engine, row
+from factories import engine, row, run
 from fakes import EOS, ByteCodec, ConstantModel
 
 from headrace.shared.errors import InvalidRequest
@@ -236,9 +236,17 @@ def test_a_request_goes_through_the_engine_and_back() -> None:
     made = row_of("job", prompt="ab", max_tokens=3, temperature=0.0)
     batch = engine(ConstantModel([0.0] * ord("z") + [1.0]))
     batch.submit(made)
-    done = batch.step() + batch.step()
+    done = batch.step() + batch.step() + batch.step()
     assert [runner().output(each).text for each in done] == ["zzz"]
     assert usage(made).model_dump() == {"prompt_tokens": 2, "completion_tokens": 3, "cached_tokens": 0}
+
+
+def test_usage_says_how_much_of_the_prompt_was_computed_for_another_row() -> None:
+    batch = engine(ConstantModel([0.0] * ord("z") + [1.0]))
+    first, second = row_of("first", prompt="x" * 40 + "a"), row_of("second", prompt="x" * 40 + "b")
+    run(batch, [first, second])
+    assert (usage(first).cached_tokens, usage(second).cached_tokens) == (0, 40)
+    assert usage(second).prompt_tokens == 41
 
 
 # Timing

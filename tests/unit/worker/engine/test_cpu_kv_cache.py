@@ -1,115 +1,131 @@
-"""The CPU's cache and kernel against the plain ones, and row by row."""
+"""The CPU's cache and kernels against the plain ones, against float64, and row by row."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
+
+pytest.importorskip("numba")
+
 import torch
+from factories import CPU, attend, keys_of, kv_cache, model_config, packed
+from torch import Tensor
 
 from headrace.worker.engine.config import ModelConfig
 from headrace.worker.engine.cpu_kv_cache import CpuKVCache, is_supported
 from headrace.worker.engine.kv_cache import KVCache
+from headrace.worker.engine.packing import PackedTokens
+from headrace.worker.engine.rope import rotation_table
 
-SLOTS = 6
 CONTEXT = 200
-CPU = torch.device("cpu")
-SHAPES = [(9, 3, 64), (4, 4, 32), (8, 1, 128), (2, 1, 8)]
+LENGTHS = [1, 15, 16, 17, 63, 64, 65, 130, CONTEXT]
+SLOTS = len(LENGTHS)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# Query heads, key heads, head size: every number of queries a key head that kernels take otherwise, every head size.
+SHAPES = [
+    (2, 2, 16),
+    (4, 2, 32),
+    (9, 3, 64),
+    (8, 2, 48),
+    (5, 1, 80),
+    (14, 2, 128),
+    (8, 1, 96),
+    (16, 1, 64),
+    (4, 4, 32),
+    (8, 1, 128),
+]
 
 
 def config(heads: int, kv_heads: int, head_dim: int) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=8,
-        hidden_size=heads * head_dim,
-        intermediate_size=8,
-        num_layers=2,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_positions=CONTEXT,
-        norm_eps=1e-5,
-        rope_theta=1e4,
-    )
+    return model_config(num_layers=2, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, rope_theta=500.0)
 
 
 def both(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[KVCache, CpuKVCache]:
-    plain = KVCache(config(*shape), num_slots=SLOTS, max_context=CONTEXT, dtype=dtype, device=CPU)
-    return plain, CpuKVCache(config(*shape), num_slots=SLOTS, max_context=CONTEXT, dtype=dtype)
+    plain, fast = (
+        kv_cache(config(*shape), slots=SLOTS, max_context=CONTEXT, dtype=dtype, kind=kind)
+        for kind in ("plain", "fastest")
+    )
+    assert isinstance(fast, CpuKVCache)
+    assert not isinstance(plain, CpuKVCache)
+    return plain, fast
 
 
-def fill(cache: KVCache, shape: tuple[int, int, int], lengths: list[int]) -> None:
-    """Prompts one shorter than `lengths`, then a step for each, the same for equal arguments."""
+def random_pass(
+    shape: tuple[int, int, int], dtype: torch.dtype, *, sharpness: float = 1.0
+) -> tuple[PackedTokens, list[Tensor]]:
+    """A prompt a slot, with queries, keys and values: (T, H, D), two of (T, K, D). The same for equal arguments."""
     generator = torch.Generator().manual_seed(1)
-    _, kv_heads, head_dim = shape
-
-    def random(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=generator).to(cache.keys.dtype)
-
-    for layer in range(2):
-        prompts = random(2, len(lengths), max(lengths), kv_heads, head_dim)
-        cache.write_prompts(layer, 0, *prompts)
-        cache.write_step(layer, torch.tensor(lengths) - 1, *random(2, len(lengths), kv_heads, head_dim))
-    for slot, length in enumerate(lengths):
-        cache.commit(slot, length)
+    tokens = packed([[1] * length for length in LENGTHS])
+    heads, kv_heads, head_dim = shape
+    drawn = [torch.randn(sum(LENGTHS), count, head_dim, generator=generator) for count in (heads, kv_heads, kv_heads)]
+    drawn[0] *= sharpness
+    return tokens, [each.to(dtype) for each in drawn]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_kernel_attends_as_the_plain_cache_does(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    lengths = [1, 15, 16, 17, 130, CONTEXT]
+@DTYPES
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernels_turn_store_and_attend_as_the_plain_cache_does(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    tokens, drawn = random_pass(shape, dtype)
+    rotations = rotation_table(config(*shape), CONTEXT, dtype)[tokens.positions]
     plain, fast = both(shape, dtype)
-    queries = torch.randn(SLOTS, shape[0], shape[2]).to(dtype)
-    for cache in (plain, fast):
-        fill(cache, shape, lengths)
+    mixed = torch.cat(drawn, dim=1).flatten(1)
+    tolerance = 2e-6 if dtype is torch.float32 else 2e-2
     for layer in range(2):
-        expected = plain.attend(layer, queries, torch.tensor(lengths), CONTEXT)
-        found = fast.attend(layer, queries, torch.tensor(lengths), CONTEXT)
+        expected, found = (cache.attend(layer, mixed, rotations, tokens) for cache in (plain, fast))
         assert found.dtype == dtype
-        tolerance = 2e-6 if dtype is torch.float32 else 2e-2
+        assert found.shape == (sum(LENGTHS), shape[0] * shape[2])
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(keys_of(fast)[..., :CONTEXT, :], plain.keys, atol=tolerance, rtol=tolerance)
+    assert torch.equal(fast.values[..., :CONTEXT, :], plain.values)
 
 
-def test_the_kernel_matches_a_softmax_in_float64() -> None:
-    shape = (4, 2, 16)
-    _, fast = both(shape, torch.float32)
-    lengths = [3, 40, 77, 100, 150, 200]
-    fill(fast, shape, lengths)
-    generator = torch.Generator().manual_seed(2)
-    queries = torch.randn(SLOTS, 4, 16, generator=generator) * 20  # sharp, so that exp is tried over its whole range
-    keys = fast.keys[0].permute(0, 1, 2, 4, 3).reshape(SLOTS, 2, -1, 16)
-    found = fast.attend(0, queries, torch.tensor(lengths), CONTEXT)
-    for row, length in enumerate(lengths):
-        for head in range(4):
-            k, v = keys[row, head // 2, :length].double(), fast.values[0, row, head // 2, :length].double()
-            weights = (k @ queries[row, head].double() / 4).softmax(dim=0)
-            # Scores of up to 100 are 8e-6 apart in float32.
-            torch.testing.assert_close(found[row, head].double(), weights @ v, atol=2e-5, rtol=1e-5)
+@DTYPES
+@pytest.mark.parametrize("sharpness", [1.0, 20.0], ids=["", "exp over its whole range"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernels_match_a_softmax_in_float64(
+    shape: tuple[int, int, int], dtype: torch.dtype, sharpness: float
+) -> None:
+    tokens, (queries, keys, values) = random_pass(shape, dtype, sharpness=sharpness)
+    heads, kv_heads, head_dim = shape
+    found = attend(both(shape, dtype)[1], tokens, queries, keys, values)
+    # Scores of up to 100 are 8e-6 apart in float32; the result is rounded once.
+    tolerance = {"atol": 2e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 2e-5, "rtol": 2**-8}
+    for slot, length in enumerate(LENGTHS):
+        rows = (tokens.slots == slot).nonzero()[:, 0]
+        for position in {0, length // 2, length - 1}:
+            for head in range(heads):
+                seen, kv = rows[: position + 1], head * kv_heads // heads
+                scores = keys[seen, kv].double() @ queries[rows[position], head].double() / head_dim**0.5
+                expected = scores.softmax(dim=0) @ values[seen, kv].double()
+                torch.testing.assert_close(found[rows[position], head].double(), expected, **tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rows_attention_is_the_same_to_the_bit_wherever_it_stands(dtype: torch.dtype) -> None:
+@DTYPES
+def test_a_rows_attention_is_the_same_to_the_bit_in_any_slot_and_company(dtype: torch.dtype) -> None:
     shape = (9, 3, 64)
-    lengths = [5, 150, 33, 16, 199, 80]
-    _, fast = both(shape, dtype)
-    fill(fast, shape, lengths)
-    queries = torch.randn(SLOTS, 9, 64).to(dtype)
-    together = fast.attend(1, queries, torch.tensor(lengths), CONTEXT)
-    assert torch.equal(fast.attend(1, queries[:1], torch.tensor(lengths[:1]), 5)[0], together[0])
-    fast.move(4, 1)
-    moved = fast.attend(1, queries[[0, 4]], torch.tensor([5, 199]), CONTEXT)
-    assert torch.equal(moved, together[[0, 4]])
+    tokens, drawn = random_pass(shape, dtype)
+    whole = attend(both(shape, dtype)[1], tokens, *drawn)
+    for slot, length in enumerate(LENGTHS):
+        own = tokens.slots == slot
+        alone = packed([[1] * length], slots=[(slot + 4) % SLOTS])
+        assert torch.equal(attend(both(shape, dtype)[1], alone, *(each[own] for each in drawn)), whole[own])
 
 
 def test_what_lies_beyond_a_rows_end_has_no_part_in_it() -> None:
     shape = (4, 2, 16)
     _, fast = both(shape, torch.bfloat16)
-    fill(fast, shape, [100] * SLOTS)
-    queries = torch.randn(SLOTS, 4, 16).bfloat16()
-    before = fast.attend(0, queries, torch.full((SLOTS,), 50), 50)
-    fast.values[0, :, :, 64:] = torch.nan
-    fast.values[0, :, :, 50:64] = 1e30
-    fast.keys[0, :, :, 4:] = torch.nan
-    assert torch.equal(fast.attend(0, queries, torch.full((SLOTS,), 50), 50), before)
+    torch.manual_seed(2)
+    queries, keys, values = (torch.randn(50, heads, 16).bfloat16() for heads in (4, 2, 2))
+    tokens = packed([[1] * 50], slots=[3])
+    before = attend(fast, tokens, queries, keys, values)
+    fast.values[0, 3, :, 64:] = torch.nan
+    fast.values[0, 3, :, 50:64] = 1e30
+    fast.keys[0, 3, :, 1:] = torch.nan
+    fast.keys[0, 3, :, 0, :, 50:] = torch.nan
+    assert torch.equal(attend(fast, tokens, queries, keys, values), before)
 
 
 def test_a_cleared_slot_holds_nothing() -> None:
@@ -124,12 +140,20 @@ def test_a_cleared_slot_holds_nothing() -> None:
 def test_bytes_are_those_of_the_formula_up_to_a_block() -> None:
     plain, fast = both((9, 3, 64), torch.bfloat16)
     assert plain.num_bytes == 2 * 2 * SLOTS * 3 * CONTEXT * 64 * 2
-    assert fast.num_bytes == 2 * 2 * SLOTS * 3 * 208 * 64 * 2
+    assert fast.num_bytes == 2 * 2 * SLOTS * 3 * 256 * 64 * 2
 
 
-def test_shapes_and_types_without_a_kernel_are_left_to_the_plain_cache() -> None:
+@pytest.mark.parametrize("head_dim", [8, 12, 20, 24, 40, 72])
+def test_a_head_size_without_a_kernel_is_left_to_the_plain_cache(head_dim: int) -> None:
+    shape = dataclasses.replace(config(4, 2, 16), head_dim=head_dim)
+    assert not is_supported(shape, torch.bfloat16, CPU)
+    assert type(kv_cache(shape, kind="fastest")) is KVCache
+
+
+def test_types_and_devices_without_a_kernel_are_left_to_the_plain_cache() -> None:
     good = config(4, 2, 16)
     assert is_supported(good, torch.bfloat16, CPU)
+    assert is_supported(good, torch.float32, CPU)
     assert not is_supported(good, torch.float16, CPU)
     assert not is_supported(good, torch.bfloat16, torch.device("cuda"))
-    assert not is_supported(dataclasses.replace(good, head_dim=12), torch.bfloat16, CPU)
+    assert type(kv_cache(good, dtype=torch.float16, kind="fastest")) is KVCache

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from factories import decoder, kv_cache, padded, row, run
+from factories import decoder, kv_cache, packed, row, run
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from headrace.worker.engine.config import ModelConfig
 from headrace.worker.engine.generate import Engine
+from headrace.worker.engine.kv_cache import KVCache
 from headrace.worker.engine.model import Decoder
 
 TOLERANCE = 1e-4
@@ -72,20 +73,11 @@ def sequences(lengths: Sequence[int], seed: int = 0, vocab: int = 97) -> list[li
     return [[generator.randrange(vocab) for _ in range(length)] for length in lengths]
 
 
-def step(ours: Decoder, cache: Any, tokens: Sequence[int]) -> Tensor:
-    """Append one token to each of the first rows, as the loop does."""
-    rows = len(tokens)
-    positions = cache.lengths[:rows].clone()
-    logits = ours.decode_step(torch.tensor(tokens), positions, int(positions.max()) + 1, cache)
-    cache.advance(rows)
-    return logits
-
-
-def test_a_padded_batch_of_prompts_of_mixed_lengths(pair: tuple[LlamaForCausalLM, Decoder]) -> None:
+def test_prompts_of_mixed_lengths_side_by_side(pair: tuple[LlamaForCausalLM, Decoder]) -> None:
     model, ours = pair
     prompts = sequences([1, 2, 31, 32, 64, 77, 96])
-    token_ids, lengths = padded(prompts, 96)
-    logits = ours.prefill(token_ids, lengths, kv_cache(ours.config, slots=9), 1)
+    logits = ours.forward(packed(prompts, slots=range(1, 8)), kv_cache(ours.config, slots=9))
+    assert logits.shape == (7, ours.config.vocab_size)
     for found, prompt in zip(logits, prompts, strict=True):
         assert_close(found, reference(model, prompt)[-1])
 
@@ -94,44 +86,60 @@ def test_step_by_step_decoding_across_the_borders_of_blocks(pair: tuple[LlamaFor
     model, ours = pair
     prompt_lengths, steps = [1, 60, 125, 127, 128, 129], 6
     wholes = sequences([length + steps for length in prompt_lengths], seed=1)
-    cache = kv_cache(ours.config, slots=8)
-    ours.prefill(*padded([whole[:-steps] for whole in wholes], 160), cache, 0)
-    for slot, length in enumerate(prompt_lengths):
-        cache.commit(slot, length)
-    found = torch.stack([step(ours, cache, [whole[i - steps] for whole in wholes]) for i in range(steps)], dim=1)
+    found = prompt_and_steps(ours, kv_cache(ours.config, slots=8), wholes, steps)
     for logits, whole in zip(found, wholes, strict=True):
-        assert_close(logits, reference(model, whole)[-steps:])
+        assert_close(logits, reference(model, whole)[-steps - 1 :])
+
+
+def prompt_and_steps(ours: Decoder, cache: KVCache, wholes: Sequence[Sequence[int]], steps: int) -> Tensor:
+    """The logits after all but the last `steps` tokens, given at once, and after each of those: (B, steps + 1, V)."""
+    logits = [ours.forward(packed([whole[:-steps] for whole in wholes]), cache)]
+    for step in range(steps):
+        tokens, starts = [whole[step - steps] for whole in wholes], [len(whole) - steps + step for whole in wholes]
+        logits.append(ours.forward(packed([[token] for token in tokens], starts=starts), cache))
+    return torch.stack(logits, dim=1)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_that_leave_move_and_are_replaced(checkpoint: Make, kind: str, seed: int) -> None:
+def test_rows_that_come_go_and_copy_with_steps_and_parts_of_prompts_in_one_pass(
+    checkpoint: Make, kind: str, seed: int
+) -> None:
     model, folder = checkpoint(hidden_size=64)
     ours = decoder(folder)
     generator = random.Random(seed)
     cache = kv_cache(ours.config, slots=5, kind=kind)
-    rows: list[list[int]] = []
-    leaves = 0
+    rows: dict[int, list[int]] = {}  # by slot: what is in the cache
+    coming: dict[int, list[int]] = {}  # by slot: what of the prompt is not
+    seen = {"left": 0, "copied": 0, "mixed": 0}
     for _ in range(60):
-        if len(rows) == 5 or (rows and generator.random() < 0.3):
-            gone = generator.randrange(len(rows))
-            last = rows.pop()
-            leaves += 1
-            if gone < len(rows):
-                rows[gone] = last
-                cache.move(len(rows), gone)
-        elif not rows or generator.random() < 0.4:
-            prompts = sequences([generator.choice([1, 30, 126, 150])], seed=generator.randrange(10**6))
-            logits = ours.prefill(*padded(prompts, 160), cache, len(rows))
-            cache.commit(len(rows), len(prompts[0]))
-            rows += prompts
-            assert_close(logits[0], reference(model, prompts[0])[-1])
-        else:
-            tokens = [generator.randrange(97) for _ in rows]
-            for each, token in zip(rows, tokens, strict=True):
-                each.append(token)
-            for found, each in zip(step(ours, cache, tokens), rows, strict=True):
-                assert_close(found, reference(model, each)[-1])
-    assert leaves > 8
+        if rows and generator.random() < 0.25:
+            slot = generator.choice(list(rows))
+            coming.pop(slot, None)
+            del rows[slot]
+            seen["left"] += 1
+        free = [slot for slot in range(5) if slot not in rows]
+        if free and generator.random() < 0.6:
+            slot, begun = generator.choice(free), []
+            if rows and generator.random() < 0.5:
+                source = generator.choice(list(rows))
+                begun = rows[source][: generator.randrange(200)]
+                cache.copy_prefix(source, slot, len(begun))
+                seen["copied"] += bool(begun)
+            length = generator.choice([1, 30, 90, 150]) if len(begun) < 100 else 1
+            (coming[slot],) = sequences([length], seed=generator.randrange(10**6))
+            rows[slot] = begun
+        if not rows:
+            continue
+        parts = {slot: coming.get(slot) or [generator.randrange(97)] for slot in rows if len(rows[slot]) < 255}
+        parts = {slot: part[: generator.choice([1, 20, 200])] for slot, part in parts.items()}
+        tokens = packed(list(parts.values()), slots=list(parts), starts=[len(rows[slot]) for slot in parts])
+        seen["mixed"] += len({len(part) for part in parts.values()}) > 1
+        for slot, found in zip(parts, ours.forward(tokens, cache), strict=True):
+            rows[slot] = rows[slot] + parts[slot]
+            if slot in coming:
+                coming[slot] = coming[slot][len(parts[slot]) :]
+            assert_close(found, reference(model, rows[slot])[-1])
+    assert min(seen.values()) > 5, seen
 
 
 def test_cached_decoding_equals_full_recomputation_token_for_token(checkpoint: Make, kind: str) -> None:
@@ -170,31 +178,14 @@ def engine_of(folder: Path) -> Engine:
     return Engine(ours, kv_cache(ours.config, slots=2))
 
 
-def test_padding_that_overflows_does_no_harm(checkpoint: Make) -> None:
-    model, folder = checkpoint()
-    ours = decoder(folder)
-    ours.embedding.weight.data[0] = torch.nan  # padding is token 0; no prompt has it here
-    prompts = [[token or 1 for token in prompt] for prompt in sequences([3, 40], seed=7)]
-    found = run(
-        Engine(ours, kv_cache(ours.config, slots=2)),
-        [row(str(i), prompt, max_tokens=20) for i, prompt in enumerate(prompts)],
-    )
-    assert [len(tokens) for tokens in found.values()] == [20, 20]
-    for i, prompt in enumerate(prompts):
-        choices = reference(model, [*prompt, *found[str(i)]][:-1])[len(prompt) - 1 :].argmax(dim=-1)
-        assert found[str(i)] == choices.tolist()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_stays_near_the_full_one(checkpoint: Make, dtype: torch.dtype) -> None:
-    model, folder = checkpoint()
+@pytest.mark.parametrize("width", [32, 64])  # heads of 8, which have no kernel, and of 16
+def test_half_precision_stays_near_the_full_one(checkpoint: Make, kind: str, dtype: torch.dtype, width: int) -> None:
+    model, folder = checkpoint(hidden_size=width)
     ours = decoder(folder, dtype=dtype)
     wholes = sequences([60, 131], seed=8)
-    cache = kv_cache(ours.config, slots=2, dtype=dtype)
-    ours.prefill(*padded([whole[:-4] for whole in wholes], 160), cache, 0)
-    for slot, whole in enumerate(wholes):
-        cache.commit(slot, len(whole) - 4)
-    found = torch.stack([step(ours, cache, [whole[i - 4] for whole in wholes]) for i in range(4)], dim=1)
+    cache = kv_cache(ours.config, slots=2, dtype=dtype, kind=kind)
+    found = prompt_and_steps(ours, cache, wholes, 4)[:, 1:]
     assert found.dtype == dtype
     theirs = torch.stack([reference(model, whole)[-4:] for whole in wholes])
     model_in_half = torch.stack([reference(half(model, dtype), whole)[-4:] for whole in wholes])
@@ -238,5 +229,5 @@ def test_a_configuration_of_transformers_4_means_the_same(
     assert ModelConfig.from_folder(tmp_path) == ModelConfig.from_folder(folder)
     prompts = sequences([90], seed=9)
     ours = decoder(tmp_path)
-    logits = ours.prefill(*padded(prompts, 96), kv_cache(ours.config), 0)
+    logits = ours.forward(packed(prompts), kv_cache(ours.config))
     assert_close(logits[0], reference(model, prompts[0])[-1])

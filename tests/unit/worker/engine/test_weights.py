@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import decoder, kv_cache, padded
+from factories import decoder, kv_cache, packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -29,7 +29,7 @@ def copy(folder: Path, target: Path, change: Callable[[dict[str, Tensor]], objec
 
 def logits(folder: Path) -> Tensor:
     ours = decoder(folder)
-    return ours.prefill(*padded([[5, 6, 7, 8]], 32), kv_cache(ours.config), 0)
+    return ours.forward(packed([[5, 6, 7, 8]]), kv_cache(ours.config))
 
 
 def test_a_sharded_checkpoint_is_the_same_model(checkpoint: Make, tmp_path: Path) -> None:

@@ -68,8 +68,12 @@ class Engine:
         return len(self._waiting) + len(self._live) + len(self._done)
 
     def submit(self, row: Row) -> None:
-        """Queue a row; it is admitted when a slot is free. Its prompt must leave a position to generate in."""
-        assert 0 < len(row.prompt_ids) < self.max_context
+        """Queue a row; it is admitted when a slot is free. A row that has tokens already goes on from there.
+
+        What it has must leave a position to generate in.
+        """
+        assert 0 < len(row.prompt_ids)
+        assert row.length < self.max_context
         self._waiting.append(row)
 
     def end(self, row_id: str, reason: FinishReason) -> bool:
@@ -136,11 +140,13 @@ class Engine:
             first_slot += len(group)
 
     def _prefill(self, group: list[Row], first_slot: int) -> None:
-        """Run the prompts of rows of one padded length, which have the slots from `first_slot` on."""
+        """Run the prompts, and tokens so far, of rows of one padded length, which have the slots from `first_slot` on."""
         started = now_s()
-        lengths = [len(row.prompt_ids) for row in group]
+        lengths = [row.length for row in group]
         padded = padded_length(lengths[0], self.max_context)
-        token_ids = torch.tensor([row.prompt_ids + [0] * (padded - len(row.prompt_ids)) for row in group])  # (B, T)
+        token_ids = torch.tensor(  # (B, T)
+            [row.prompt_ids + row.token_ids + [0] * (padded - row.length) for row in group]
+        )
         logits = self._model.prefill(
             token_ids.to(self._device), torch.tensor(lengths, device=self._device), self._cache, first_slot
         )

@@ -24,7 +24,7 @@ def take_newcomers(waiting: deque[Row], free_slots: int, max_tokens: int, max_co
     tokens = 0
     taken = 0
     while waiting and taken < free_slots:
-        length = padded_length(len(waiting[0].prompt_ids), max_context)
+        length = padded_length(waiting[0].length, max_context)
         if taken and tokens + length > max_tokens:
             break
         groups[length].append(waiting.popleft())

@@ -6,7 +6,7 @@ headrace:batch:{name}              hash    producer, worker    result TTL after 
 headrace:batch:{name}:done         stream  worker or producer  as the batch
 headrace:batch:{name}:jobs         list    producer            as the batch
 headrace:batches                   zset    producer            always; names by creation time, the newest 10,000
-headrace:checkpoint:{job_id}       string  worker              while the job runs
+headrace:checkpoint:{job_id}       string  worker              until the job's result, at most the result TTL
 headrace:workers                   set     worker              while any worker is known
 headrace:lease:{worker}            string  worker              the lease
 headrace:claims:{worker}           list    worker              while jobs are claimed and not yet started

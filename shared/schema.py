@@ -221,11 +221,15 @@ class Output(_Wire):
 
 
 class Usage(_Wire):
-    """Tokens counted: the prompt's, the generated ones, and those of the prompt read from a cache."""
+    """Tokens counted: the prompt's, the generated ones, and those of the prompt read from a cache.
+
+    `resumed_tokens` of the generated ones come from a checkpoint: an earlier attempt had made them.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    resumed_tokens: int = 0
 
 
 class Timing(_Wire):

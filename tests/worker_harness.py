@@ -42,12 +42,16 @@ def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = DEAD
 
 
 class SuccessorModel:
-    """The next token is the last one plus one. `gate` is passed at every step; clear it to hold the engine up."""
+    """The next token is the last one plus one. `gate` is passed at every step; clear it to hold the engine up.
+
+    After `hold_after` steps it is cleared by itself.
+    """
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
         self.rows_of_steps: list[int] = []
+        self.hold_after: int | None = None
         self.fail_with: Exception | None = None
 
     def prefill(self, token_ids: Tensor, lengths: Tensor, cache: KVCache, first_slot: int) -> Tensor:
@@ -57,6 +61,8 @@ class SuccessorModel:
     def decode_step(self, token_ids: Tensor, positions: Tensor, longest: int, cache: KVCache) -> Tensor:
         assert self.gate.wait(DEADLINE_S)
         self.rows_of_steps.append(len(token_ids))
+        if len(self.rows_of_steps) == self.hold_after:
+            self.gate.clear()
         if self.fail_with is not None:
             raise self.fail_with
         return self._logits(token_ids)
@@ -90,8 +96,16 @@ class ByteCodec:
 class WorkerThread:
     """One running worker."""
 
-    def __init__(self, connection: redis.Redis, *, slots: int, max_context: int, **settings: Any) -> None:
-        self.model = SuccessorModel()
+    def __init__(
+        self,
+        connection: redis.Redis,
+        *,
+        slots: int = 4,
+        max_context: int = 64,
+        model: SuccessorModel | None = None,
+        **settings: Any,
+    ) -> None:
+        self.model = model or SuccessorModel()
         config = ModelConfig(
             vocab_size=VOCAB,
             hidden_size=4,
@@ -110,6 +124,7 @@ class WorkerThread:
         runner = Runner(ByteCodec(), model_name=MODEL, max_context=max_context)
         settings = {"lease_s": 2.0, "drain_timeout_s": DEADLINE_S, **settings}
         self.worker = BatchWorker(connection, Engine(self.model, cache), runner, QueueSettings(**settings))
+        self._connection = connection
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -127,13 +142,16 @@ class WorkerThread:
         if self.error is not None:
             raise self.error
 
+    def pretend_to_die(self) -> None:
+        """As good as killed while a step is held up: it renews nothing, and its rows stand still."""
+        self.worker._keeper.leave()
+        self._connection.delete(self.worker._lease.key)
+
 
 @contextmanager
-def running_worker(
-    connection: redis.Redis, *, slots: int = 4, max_context: int = 64, **settings: Any
-) -> Iterator[WorkerThread]:
-    """A worker that is stopped at the end of the block."""
-    running = WorkerThread(connection, slots=slots, max_context=max_context, **settings)
+def running_worker(connection: redis.Redis, **settings: Any) -> Iterator[WorkerThread]:
+    """A worker that is stopped at the end of the block; it takes what WorkerThread does."""
+    running = WorkerThread(connection, **settings)
     try:
         yield running
     finally:

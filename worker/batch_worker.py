@@ -10,6 +10,7 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from types import FrameType
 
 import redis
@@ -49,6 +50,7 @@ class BatchWorker:
         self._settings = settings
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stop_by_s: float | None = None
+        self._checkpoint_due_s = now_s() + (settings.checkpoint_interval_s or inf)
         self._stops_asked = 0
         self._cancelled_early: deque[str] = deque(maxlen=256)
         self._queue = settings.queue or keys.queue_name(runner.model_name)
@@ -117,6 +119,7 @@ class BatchWorker:
             while not self._is_done():
                 self._take_in()
                 self._step()
+                self._checkpoint()
         finally:
             self._leave()
 
@@ -138,6 +141,12 @@ class BatchWorker:
         except Exception as error:  # whatever the device or the model raises, the jobs must not be lost with it
             logger.exception("a step failed; its %d jobs go back into the queue", self._engine.num_rows)
             self._put_back(f"{type(error).__name__}: {error}")
+
+    def _checkpoint(self) -> None:
+        now = now_s()
+        if now >= self._checkpoint_due_s:
+            self._courier.snapshot()
+            self._checkpoint_due_s = now + (self._settings.checkpoint_interval_s or inf)
 
     def _is_done(self) -> bool:
         if not self._courier.is_alive:

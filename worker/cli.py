@@ -12,7 +12,7 @@ from headrace.shared import environment
 from headrace.shared.connection import DEFAULT_URL
 from headrace.shared.environment import DEFAULT_MODEL, DEFAULT_RESULT_TTL_S
 from headrace.shared.errors import SettingsError
-from headrace.worker.settings import DTYPES, EngineSettings, QueueSettings
+from headrace.worker.settings import DEFAULT_CHECKPOINT_INTERVAL_S, DTYPES, EngineSettings, QueueSettings
 
 
 @click.command(short_help="Take jobs from a queue and run them as one batch.")
@@ -53,6 +53,15 @@ from headrace.worker.settings import DTYPES, EngineSettings, QueueSettings
     help="Seconds that running jobs have to finish after SIGTERM; the rest goes back into the queue.",
 )
 @click.option(
+    "--checkpoint-interval",
+    "checkpoint_interval_s",
+    type=float,
+    envvar=environment.CHECKPOINT_INTERVAL,
+    default=DEFAULT_CHECKPOINT_INTERVAL_S,
+    show_default=True,
+    help="Seconds between two notes of how far the running jobs are, from which other workers go on; 0 for none.",
+)
+@click.option(
     "--result-ttl",
     "result_ttl_s",
     type=int,
@@ -73,6 +82,7 @@ def worker(
     max_context: int | None,
     lease_s: float,
     drain_timeout_s: float,
+    checkpoint_interval_s: float,
     result_ttl_s: int,
     burst: bool,
     log_level: str,
@@ -88,6 +98,7 @@ def worker(
         queue=queue,
         lease_s=lease_s,
         drain_timeout_s=drain_timeout_s,
+        checkpoint_interval_s=checkpoint_interval_s,
         burst=burst,
         result_ttl_s=result_ttl_s,
     )

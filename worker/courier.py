@@ -21,7 +21,8 @@ import redis
 from headrace.shared import keys
 from headrace.shared.errors import InvalidRequest
 from headrace.shared.job import decode_payload
-from headrace.shared.schema import ErrorCode, ErrorInfo, parse_request
+from headrace.shared.schema import ErrorCode, ErrorInfo, Request, parse_request
+from headrace.worker.checkpoint import InvalidCheckpoint, decode_checkpoint
 from headrace.worker.engine.rows import Row, now_s
 from headrace.worker.fence import FencedWrite, Fences, Verdict, execute
 from headrace.worker.lease import Lease
@@ -80,6 +81,7 @@ class Courier:
         self._lock = threading.Lock()  # over _held
         self._done: deque[Row] = deque()
         self._returned: deque[Returned] = deque()
+        self._snapshot: list[tuple[Held, list[int]]] = []
         self._wake = threading.Event()
         self._claiming = True
         self._leaving = False
@@ -104,6 +106,18 @@ class Courier:
         """Take rows that will not be finished here; their jobs go back to the front of the queue."""
         self._returned.extend(returned)
         if returned:
+            self._wake.set()
+
+    def snapshot(self) -> None:
+        """Note how far the running jobs are; that is stored soon. Call it between two steps."""
+        with self._lock:
+            held = list(self._held.values())
+        self._snapshot = [
+            (each, each.row.token_ids.copy())
+            for each in held
+            if each.row.finish is None and len(each.row.token_ids) > each.num_resumed
+        ]
+        if self._snapshot:
             self._wake.set()
 
     def stop_claiming(self) -> None:
@@ -171,8 +185,8 @@ class Courier:
                 self._wait_for_work()
 
     def _round(self) -> bool:
-        """Settle, put back, claim; False if there was nothing to do."""
-        worked = self._settle_done() + self._return_rows()
+        """Settle, put back, checkpoint, claim; False if there was nothing to do."""
+        worked = self._settle_done() + self._return_rows() + self._write_checkpoints()
         if self._claiming:
             worked += self._claim()
         self._rq.show_busy(bool(self._held))
@@ -234,12 +248,18 @@ class Courier:
             return None
         attempts = held.running.crashes + 1
         if returned.failure is None or attempts < self._settings.max_crashes:
-            return self._rq.hand_back(held.running, crashed=returned.failure is not None)
+            return self._settler.handed_back(held, crashed=returned.failure is not None)
         error = ErrorInfo(
             code=ErrorCode.INTERNAL_ERROR, message=f"failed {attempts} times, the last with: {returned.failure}"
         )
         body = {"id": held.request.id}
         return self._settler.given_up(held.running, error, batch=held.batch, body=body)
+
+    def _write_checkpoints(self) -> int:
+        snapshot, self._snapshot = self._snapshot, []
+        in_hand = [(held, ids) for held, ids in snapshot if self._held.get(held.row.row_id) is held]
+        self._fences.finish([self._settler.checkpoint(held, ids) for held, ids in in_hand])
+        return len(in_hand)
 
     def _forget(self, job_id: str) -> None:
         with self._lock:
@@ -269,26 +289,28 @@ class Courier:
         with self._connection.pipeline(transaction=False) as pipeline:
             for job_id in job_ids:
                 pipeline.hgetall(keys.rq_job(job_id))
-            hashes = execute(pipeline)
+            pipeline.mget([keys.checkpoint(job_id) for job_id in job_ids])
+            *hashes, checkpoints = execute(pipeline)
         writes: list[FencedWrite] = []
-        prepared: list[tuple[Held, Row] | None] = []
-        for job_id, fields in zip(job_ids, hashes, strict=True):
+        prepared: list[Held | None] = []
+        for job_id, fields, checkpoint in zip(job_ids, hashes, checkpoints, strict=True):
             if not fields or isinstance(fields, redis.ResponseError):  # deleted while it waited, or never a job
                 self._connection.lrem(self._claims_key, 1, job_id)
                 continue
-            write, ready = self._prepare(job_id, fields)
+            write, ready = self._prepare(job_id, fields, checkpoint)
             writes.append(write)
             prepared.append(ready)
         for ready, verdict in zip(prepared, self._fences.start(writes), strict=True):
             if ready is None or verdict is not Verdict.DONE:
                 continue
-            held, row = ready
             with self._lock:
-                self._held[row.row_id] = held
-            self._on_row(row)
+                self._held[ready.row.row_id] = ready
+            self._on_row(ready.row)
 
-    def _prepare(self, job_id: str, fields: dict[bytes, bytes]) -> tuple[FencedWrite, tuple[Held, Row] | None]:
-        """The write that starts or refuses a claimed job and, if it starts, the job in hand and its row."""
+    def _prepare(
+        self, job_id: str, fields: dict[bytes, bytes], checkpoint: bytes | None
+    ) -> tuple[FencedWrite, Held | None]:
+        """The write that starts or refuses a claimed job and, if it starts, the job in hand."""
         body: Any = None
         batch: str | None = None
         try:
@@ -296,13 +318,34 @@ class Courier:
             payload = decode_payload(claimed.data)
             body, batch = payload.request, payload.batch
             request = parse_request(body)
-            row = self._runner.row(request, job_id, deadline_s=_deadline_s(claimed))
+            row = self._row(request, claimed, checkpoint)
             running, write = self._rq.start(claimed, self._claims_key)
         except Exception as error:  # whatever it is, one bad job must not stop the others
             info = _refusal(error, job_id)
             return self._settler.rejected(job_id, info, batch=batch, body=body, claims_key=self._claims_key), None
-        held = Held(running=running, request=request, batch=batch, started_at=datetime.now(UTC))
-        return write, (held, row)
+        held = Held(
+            running=running,
+            row=row,
+            num_resumed=len(row.token_ids),
+            request=request,
+            batch=batch,
+            started_at=datetime.now(UTC),
+        )
+        return write, held
+
+    def _row(self, request: Request, claimed: Claimed, checkpoint: bytes | None) -> Row:
+        """The job's row, with its tokens so far if there is a checkpoint that it can go on from. Raises Rejected."""
+        job_id, deadline_s = str(claimed.job.id), _deadline_s(claimed)
+        row = self._runner.row(request, job_id, deadline_s=deadline_s)
+        if checkpoint is None:
+            return row
+        try:
+            token_ids = decode_checkpoint(checkpoint, model=self._runner.model_name, data=claimed.data)
+            self._runner.resume(row, token_ids)
+        except InvalidCheckpoint as error:
+            logger.warning("ignored the checkpoint of job %s, which starts from its beginning: %s", job_id, error)
+            return self._runner.row(request, job_id, deadline_s=deadline_s)
+        return row
 
 
 def _refusal(error: Exception, job_id: str) -> ErrorInfo:

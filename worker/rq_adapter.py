@@ -215,7 +215,7 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         running.execution.delete(job=running.job, pipeline=record)
         return self._finish_write(running, [*commands_of(record), *extra])
 
-    def hand_back(self, running: Running, *, crashed: bool = False) -> FencedWrite:
+    def hand_back(self, running: Running, extra: Sequence[Command] = (), *, crashed: bool = False) -> FencedWrite:
         """The write that puts a running job back at the front of its queue, as if it had never been started."""
         job, record = running.job, self._fences.record()
         running.execution.delete(job=job, pipeline=record)
@@ -223,7 +223,11 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         if crashed:
             record.hincrby(job.key, CRASHES_FIELD, 1)
         record.lpush(Queue.redis_queue_namespace_prefix + job.origin, job.id)
-        return self._finish_write(running, commands_of(record))
+        return self._finish_write(running, [*commands_of(record), *extra])
+
+    def add(self, running: Running, commands: Sequence[Command]) -> FencedWrite:
+        """A write beside a running job, which goes on."""
+        return self._finish_write(running, commands)
 
     def after_commit(self, settled: Sequence[Running]) -> None:
         """What RQ does once outcomes are stored: let dependents run and free the slots of rate limits."""

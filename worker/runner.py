@@ -7,9 +7,10 @@ from typing import Protocol
 
 from headrace.shared.errors import InvalidRequest
 from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason, Message, Output, Request, Timing, Usage
+from headrace.worker.checkpoint import InvalidCheckpoint
 from headrace.worker.engine.rows import Row
 from headrace.worker.engine.sampling import SamplingParams, noise_key
-from headrace.worker.engine.stopping import StopParams, StopStrings
+from headrace.worker.engine.stopping import StopParams, StopStrings, finish_of
 
 
 class TokenStream(Protocol):
@@ -83,6 +84,18 @@ class Runner:
             deadline_s=deadline_s,
         )
 
+    def resume(self, row: Row, token_ids: Sequence[int]) -> None:
+        """Let a new row go on from tokens that an earlier attempt had made, its stop strings having seen them.
+
+        Raises InvalidCheckpoint if the row could not have come to these tokens; then it is spoilt, and to be made anew.
+        """
+        if any(token_id >= self._vocab_size for token_id in token_ids):
+            raise InvalidCheckpoint(f"it has a token id beyond the vocabulary's end at {self._vocab_size - 1}")
+        for token_id in token_ids:
+            row.token_ids.append(token_id)
+            if finish_of(row.stopping, len(row.token_ids), token_id, row.strings) is not None:
+                raise InvalidCheckpoint(f"the job would have ended at its token {len(row.token_ids)}")
+
     def output(self, row: Row) -> Output:
         """What a finished row came to."""
         assert row.finish is not None
@@ -118,9 +131,9 @@ class Runner:
         return ids
 
 
-def usage(row: Row) -> Usage:
-    """Tokens that a row took and made."""
-    return Usage(prompt_tokens=len(row.prompt_ids), completion_tokens=len(row.token_ids))
+def usage(row: Row, *, num_resumed: int = 0) -> Usage:
+    """Tokens that a row took and made, `num_resumed` of them in an earlier attempt."""
+    return Usage(prompt_tokens=len(row.prompt_ids), completion_tokens=len(row.token_ids), resumed_tokens=num_resumed)
 
 
 def timing(row: Row, queued_s: float) -> Timing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -9,17 +10,20 @@ from typing import Any
 from headrace.shared import keys
 from headrace.shared.outcome import outcome_commands
 from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason, Request, Result
+from headrace.worker.checkpoint import encode_checkpoint
 from headrace.worker.engine.rows import Row
-from headrace.worker.fence import FencedWrite
+from headrace.worker.fence import Command, FencedWrite
 from headrace.worker.rq_adapter import RqWorker, Running
 from headrace.worker.runner import Runner, timing, usage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A job that this worker has started and not settled."""
+    """A job that this worker has started and not settled. `num_resumed` of its row's tokens come from a checkpoint."""
 
     running: Running
+    row: Row
+    num_resumed: int
     request: Request
     batch: str | None
     started_at: datetime
@@ -66,13 +70,27 @@ class Settler:
             batch=held.batch,
             model=self._runner.model_name,
             outputs=[] if row.error is not None else [self._runner.output(row)],
-            usage=usage(row),
+            usage=usage(row, num_resumed=held.num_resumed),
             timing=timing(row, held.queued_s),
             worker=self._rq.name,
             attempt=held.running.crashes + 1,
             error=error,
             metadata=held.request.metadata,
         )
+
+    def checkpoint(self, held: Held, token_ids: Sequence[int]) -> FencedWrite:
+        """The write that notes how far a running job is."""
+        return self._rq.add(held.running, [self._checkpoint(held, token_ids)])
+
+    def handed_back(self, held: Held, *, crashed: bool) -> FencedWrite:
+        """The write that puts a running job back, with its tokens so far."""
+        token_ids = held.row.token_ids
+        extra = [self._checkpoint(held, token_ids)] if token_ids else []
+        return self._rq.hand_back(held.running, extra, crashed=crashed)
+
+    def _checkpoint(self, held: Held, token_ids: Sequence[int]) -> Command:
+        value = encode_checkpoint(token_ids, model=self._runner.model_name, data=held.running.data)
+        return ("SET", keys.checkpoint(held.running.job_id), value, "EX", self._ttl_s)
 
     def rejected(self, job_id: str, error: ErrorInfo, *, batch: str | None, body: Any, claims_key: str) -> FencedWrite:
         """The write for a claimed job that can't be run. `body` is its request as far as it could be read."""

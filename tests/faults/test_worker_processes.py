@@ -17,6 +17,7 @@ from worker_harness import wait_until
 
 from headrace.producer import Batch, Producer
 from headrace.shared import keys
+from headrace.shared.schema import Result
 
 MODEL = "tiny"
 QUEUE = "headrace-tiny"
@@ -96,17 +97,22 @@ def submit(producer: Producer, name: str, count: int = 60) -> Batch:
 
 
 def texts(batch: Batch) -> dict[str | None, str]:
+    return {result.id: result.text for result in all_good(batch)}
+
+
+def all_good(batch: Batch) -> list[Result]:
+    """The results of a batch, each without an error and there once."""
     results = list(batch.results(timeout=START_S))
     assert [result.error for result in results if result.error] == []
     assert len({result.id for result in results}) == len(results)
-    return {result.id: result.text for result in results}
+    return results
 
 
-def test_jobs_of_a_killed_worker_end_once_and_with_the_same_text(
+def test_jobs_of_a_killed_worker_go_on_from_their_checkpoints_and_end_once_with_the_same_text(
     connection: redis.Redis, producer: Producer, workers: Workers
 ) -> None:
     undisturbed = submit(producer, "undisturbed")
-    victim = workers.start()
+    victim = workers.start("--checkpoint-interval", "0.02")
     expected = texts(undisturbed)
     batch = submit(producer, "disturbed")
     wait_until(lambda: batch.progress().completed >= 5, "the victim to be at work", START_S)
@@ -115,7 +121,12 @@ def test_jobs_of_a_killed_worker_end_once_and_with_the_same_text(
     assert batch.progress().completed < 60
     assert connection.zcard(f"rq:wip:{QUEUE}") > 0
     workers.start()
-    assert texts(batch) == expected
+    results = all_good(batch)
+    assert {result.id: result.text for result in results} == expected
+    resumed = [result.usage.resumed_tokens for result in results if result.usage and result.attempt == 2]
+    assert len(resumed) > 0
+    assert sum(resumed) > 0
+    assert list(connection.scan_iter(keys.checkpoint("*"))) == []
     progress = batch.progress()
     assert (progress.total, progress.completed, progress.failed) == (60, 60, 0)
     assert connection.xlen(keys.batch_done("disturbed")) == 60

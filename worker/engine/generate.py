@@ -140,7 +140,7 @@ class Engine:
             first_slot += len(group)
 
     def _prefill(self, group: list[Row], first_slot: int) -> None:
-        """Run the prompts, and tokens so far, of rows of one padded length, which have the slots from `first_slot` on."""
+        """Run what rows of one padded length have so far; they have the slots from `first_slot` on."""
         started = now_s()
         lengths = [row.length for row in group]
         padded = padded_length(lengths[0], self.max_context)

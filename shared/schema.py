@@ -22,6 +22,7 @@ from headrace.shared.errors import InvalidRequest
 DEFAULT_MAX_TOKENS = 256
 MAX_STOP_STRINGS = 64
 _INT64_MAX = 2**63 - 1
+_MAX_UNIX_TIME = 253_402_300_799.0  # the end of the year 9999: whoever sends milliseconds is told so
 
 
 class FinishReason(StrEnum):
@@ -90,7 +91,10 @@ class Request(_Wire):
     """One generation request. The names are those of the OpenAI and vLLM APIs.
 
     `seed` fixes the randomness; without it the job's id does, so that a job that is run again gives the same
-    text. The fields from `repetition_penalty` on are part of the contract but only their neutral values are
+    text. `timeout` is in seconds from when a worker starts the job, `expires_at` in Unix seconds; what has not finished
+    by the earlier of them ends there with what text it has.
+
+    The fields from `repetition_penalty` on are part of the contract but only their neutral values are
     accepted by this version.
     """
 
@@ -109,6 +113,8 @@ class Request(_Wire):
     stop_token_ids: Annotated[list[TokenId], BeforeValidator(_as_list)] = Field([], max_length=MAX_STOP_STRINGS)
     ignore_eos: bool = False
     metadata: dict[str, JsonValue] | None = None
+    timeout: float | None = Field(None, gt=0)
+    expires_at: float | None = Field(None, gt=0, le=_MAX_UNIX_TIME)
 
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0

@@ -84,6 +84,7 @@ class BatchWorker:
             self._recovery,
             lease_s=settings.lease_s,
             on_lost=lambda running: self._inbox.put(lambda: self._lose(running)),
+            on_cancel=lambda job_id: self._inbox.put(lambda: self._cancel(job_id)),
         )
 
     @property
@@ -172,7 +173,7 @@ class BatchWorker:
             self._engine.end(row.row_id, FinishReason.CANCELLED)
 
     def _cancel(self, job_id: str) -> None:
-        if not self._engine.end(job_id, FinishReason.CANCELLED):
+        if not self._engine.end(job_id, FinishReason.CANCELLED) and job_id not in self._cancelled_early:
             self._cancelled_early.append(job_id)  # it may be on its way here
 
     def _lose(self, running: Running) -> None:

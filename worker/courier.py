@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,14 +20,15 @@ import redis
 from headrace.shared import keys
 from headrace.shared.errors import InvalidRequest
 from headrace.shared.job import decode_payload
-from headrace.shared.schema import ErrorCode, ErrorInfo, Request, parse_request
+from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason, Request, parse_request
 from headrace.worker.checkpoint import InvalidCheckpoint, decode_checkpoint
 from headrace.worker.engine.rows import Row, now_s
+from headrace.worker.engine.stopping import Finish
 from headrace.worker.fence import FencedWrite, Fences, Verdict, execute
 from headrace.worker.lease import Lease
 from headrace.worker.recovery import readable_job_ids
 from headrace.worker.rq_adapter import Claimed, MalformedJob, RqWorker, Running
-from headrace.worker.runner import Rejected, Runner
+from headrace.worker.runner import Rejected, Runner, deadline
 from headrace.worker.settings import QueueSettings
 from headrace.worker.settle import Held, Settler, unforeseen
 
@@ -300,12 +300,43 @@ class Courier:
             write, ready = self._prepare(job_id, fields, checkpoint)
             writes.append(write)
             prepared.append(ready)
-        for ready, verdict in zip(prepared, self._fences.start(writes), strict=True):
-            if ready is None or verdict is not Verdict.DONE:
-                continue
-            with self._lock:
-                self._held[ready.row.row_id] = ready
-            self._on_row(ready.row)
+        for held in self._started(prepared, writes):
+            if held.row.finish is None:
+                self._on_row(held.row)
+            else:
+                self._done.append(held.row)
+
+    def _started(self, prepared: Sequence[Held | None], writes: Sequence[FencedWrite]) -> list[Held]:
+        """Start jobs, and take those in hand that did start.
+
+        A start whose answer was lost is refused when it is sent again, by us or by the client's own retries. Whether
+        the job runs under the execution that was made for it tells the one refusal from the other.
+        """
+        jobs = [held for held in prepared if held is not None]
+        try:
+            verdicts = self._fences.start(writes)
+            pairs = zip(prepared, verdicts, strict=True)
+            refused = [held for held, verdict in pairs if held is not None and verdict is Verdict.REFUSED]
+            really = self._fences.finish([self._rq.add(held.running, []) for held in refused])
+        except redis.RedisError:
+            self._take_in_hand(jobs)
+            self._returned.extend(Returned(row=held.row) for held in jobs)  # fenced: does nothing to those not started
+            raise
+        not_started = {
+            held.row.row_id for held, verdict in zip(refused, really, strict=True) if verdict is not Verdict.DONE
+        }
+        broken = {
+            held.row.row_id
+            for held, verdict in zip(prepared, verdicts, strict=True)
+            if held is not None and verdict is Verdict.BROKEN
+        }
+        started = [held for held in jobs if held.row.row_id not in not_started | broken]
+        self._take_in_hand(started)
+        return started
+
+    def _take_in_hand(self, jobs: Sequence[Held]) -> None:
+        with self._lock:
+            self._held.update({held.row.row_id: held for held in jobs})
 
     def _prepare(
         self, job_id: str, fields: dict[bytes, bytes], checkpoint: bytes | None
@@ -319,6 +350,7 @@ class Courier:
             body, batch = payload.request, payload.batch
             request = parse_request(body)
             row = self._row(request, claimed, checkpoint)
+            row.finish = _over_before_start(claimed, row)
             running, write = self._rq.start(claimed, self._claims_key)
         except Exception as error:  # whatever it is, one bad job must not stop the others
             info = _refusal(error, job_id)
@@ -335,7 +367,7 @@ class Courier:
 
     def _row(self, request: Request, claimed: Claimed, checkpoint: bytes | None) -> Row:
         """The job's row, with its tokens so far if there is a checkpoint that it can go on from. Raises Rejected."""
-        job_id, deadline_s = str(claimed.job.id), _deadline_s(claimed)
+        job_id, deadline_s = str(claimed.job.id), deadline(request, claimed.job.timeout)
         row = self._runner.row(request, job_id, deadline_s=deadline_s)
         if checkpoint is None:
             return row
@@ -348,6 +380,15 @@ class Courier:
         return row
 
 
+def _over_before_start(claimed: Claimed, row: Row) -> Finish | None:
+    """Why a job has ended that no worker need run; what it has is its result."""
+    if claimed.cancelled:
+        return Finish(reason=FinishReason.CANCELLED)
+    if row.deadline_s is not None and row.deadline_s <= now_s():
+        return Finish(reason=FinishReason.TIMEOUT)
+    return None
+
+
 def _refusal(error: Exception, job_id: str) -> ErrorInfo:
     """What the result of a job says that could not be prepared."""
     if isinstance(error, Rejected):
@@ -358,9 +399,3 @@ def _refusal(error: Exception, job_id: str) -> ErrorInfo:
         return ErrorInfo(code=ErrorCode.INVALID_REQUEST, message=f"the job's hash can't be read: {error}")
     logger.error("job %s could not be prepared", job_id, exc_info=error)
     return unforeseen(error)
-
-
-def _deadline_s(claimed: Claimed) -> float | None:
-    """RQ's timeout of a job counts from its start; -1 and none at all mean no limit."""
-    timeout_s = claimed.job.timeout
-    return time.monotonic() + timeout_s if timeout_s and timeout_s > 0 else None

@@ -30,6 +30,7 @@ from rq.worker_registration import clean_worker_registry
 
 from headrace.shared import keys
 from headrace.shared.connection import as_text
+from headrace.shared.job import CANCEL_FIELD
 from headrace.worker.fence import Command, FencedWrite, Fences, commands_of, execute
 
 # How long RQ believes in a job without hearing of it: the fallback for when no headrace worker is alive.
@@ -60,11 +61,12 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True)
 class Claimed:
-    """A claimed job, read from its hash."""
+    """A claimed job, read from its hash. `cancelled` while another worker ran it, which did not come to act on it."""
 
     job: Job
     data: bytes
     crashes: int
+    cancelled: bool
 
 
 def job_id_of(raw: bytes | str) -> str | None:
@@ -158,7 +160,8 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             job.restore({**fields, b"data": b""})
             job.origin = self.queue.name
             crashes = int(fields.get(CRASHES_FIELD.encode(), b"0"))
-            return Claimed(job=job, data=fields.get(b"data", b""), crashes=crashes)
+            cancelled = CANCEL_FIELD.encode() in fields
+            return Claimed(job=job, data=fields.get(b"data", b""), crashes=crashes, cancelled=cancelled)
         except Exception as error:  # RQ raises whatever the field's parser does
             text = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise MalformedJob(text.encode(errors="backslashreplace").decode()) from None
@@ -250,6 +253,8 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         ttl = job.failure_ttl if job.failure_ttl is not None else DEFAULT_FAILURE_TTL
         job.set_status(status, pipeline=record)
         record.hset(job.key, "ended_at", utcformat(now()))
+        record.hdel(job.key, CANCEL_FIELD)  # or it would be cancelled again when somebody requeues it
+        record.srem(keys.cancels(self.name), job.id)
         # Not FailedJobRegistry.add: it would write the whole hash again, which a malformed job does not have.
         BaseRegistry.add(FailedJobRegistry(queue=self.queue), job, ttl, record)
         outcome = self._outcome(running, ttl, record) if running else {"ttl": ttl, "pipeline": record}
@@ -299,6 +304,11 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             for each, score, status in zip(running, answers, answers, strict=False)
             if score is None or status != b"started"
         ]
+
+    def cancelled(self) -> list[str]:
+        """Ids of jobs that somebody has asked to cancel while this worker ran them; some may have ended."""
+        raw_ids = self.connection.smembers(keys.cancels(self.name))
+        return [job_id for raw in raw_ids if (job_id := job_id_of(raw)) is not None]
 
     def executions_of(self, worker: str) -> list[Running]:
         """The jobs that another worker has in hand."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from headrace.shared.errors import InvalidRequest
 from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason, Message, Output, Request, Timing, Usage
 from headrace.worker.checkpoint import InvalidCheckpoint
-from headrace.worker.engine.rows import Row
+from headrace.worker.engine.rows import Row, now_s
 from headrace.worker.engine.sampling import SamplingParams, noise_key
 from headrace.worker.engine.stopping import StopParams, StopStrings, finish_of
 
@@ -129,6 +130,31 @@ class Runner:
             text = f"{param} has the token id {max(ids)}; the model's vocabulary ends at {self._vocab_size - 1}"
             raise Rejected(ErrorCode.INVALID_REQUEST, text, param)
         return ids
+
+
+_ENDINGS = {
+    FinishReason.CANCELLED: ErrorInfo(code=ErrorCode.CANCELLED, message="cancelled while running; the text is partial"),
+    FinishReason.TIMEOUT: ErrorInfo(code=ErrorCode.TIMEOUT, message="ran out of its time; the text is partial"),
+}
+
+
+def error_of(row: Row) -> ErrorInfo | None:
+    """What the result of a finished row says went wrong, if anything did."""
+    assert row.finish is not None
+    if row.error is not None:
+        return ErrorInfo(code=ErrorCode.INTERNAL_ERROR, message=row.error)
+    return _ENDINGS.get(row.finish.reason)
+
+
+def deadline(request: Request, rq_timeout_s: float | None) -> float | None:
+    """When a job that starts now has to end, on time.monotonic's clock: the earliest of what is asked for.
+
+    RQ's timeout counts from the job's start; -1 and none at all mean no limit.
+    """
+    limits_s = [limit for limit in (rq_timeout_s, request.timeout) if limit is not None and limit > 0]
+    if request.expires_at is not None:
+        limits_s.append(request.expires_at - time.time())
+    return now_s() + min(limits_s) if limits_s else None
 
 
 def usage(row: Row, *, num_resumed: int = 0) -> Usage:

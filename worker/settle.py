@@ -9,12 +9,12 @@ from typing import Any
 
 from headrace.shared import keys
 from headrace.shared.outcome import outcome_commands
-from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason, Request, Result
+from headrace.shared.schema import ErrorCode, ErrorInfo, Request, Result
 from headrace.worker.checkpoint import encode_checkpoint
 from headrace.worker.engine.rows import Row
 from headrace.worker.fence import Command, FencedWrite
 from headrace.worker.rq_adapter import RqWorker, Running
-from headrace.worker.runner import Runner, timing, usage
+from headrace.worker.runner import Runner, error_of, timing, usage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +33,6 @@ class Held:
         """Seconds that the job waited in the queue."""
         enqueued_at = self.running.job.enqueued_at
         return (self.started_at - enqueued_at).total_seconds() if enqueued_at else 0.0
-
-
-_ENDINGS = {
-    FinishReason.CANCELLED: ErrorInfo(code=ErrorCode.CANCELLED, message="cancelled while running; the text is partial"),
-    FinishReason.TIMEOUT: ErrorInfo(code=ErrorCode.TIMEOUT, message="ran out of its time; the text is partial"),
-}
 
 
 class Settler:
@@ -60,10 +54,6 @@ class Settler:
 
     def result(self, held: Held, row: Row) -> Result:
         """The result of a row that is done."""
-        assert row.finish is not None
-        error = _ENDINGS.get(row.finish.reason)
-        if row.error is not None:
-            error = ErrorInfo(code=ErrorCode.INTERNAL_ERROR, message=row.error)
         return Result(
             id=held.request.id,
             job_id=row.row_id,
@@ -74,7 +64,7 @@ class Settler:
             timing=timing(row, held.queued_s),
             worker=self._rq.name,
             attempt=held.running.crashes + 1,
-            error=error,
+            error=error_of(row),
             metadata=held.request.metadata,
         )
 

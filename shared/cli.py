@@ -14,9 +14,11 @@ _GROUP = "headrace.commands"
 
 
 class _Failure(click.ClickException):
-    """An error that is shown as one line; the exit code says that nothing could be run."""
+    """An error that is shown as one line."""
 
-    exit_code = 2
+    def __init__(self, error: HeadraceError | str) -> None:
+        super().__init__(str(error))
+        self.exit_code = error.exit_code if isinstance(error, HeadraceError) else HeadraceError.exit_code
 
     def show(self, file: Any = None) -> None:
         click.echo(f"headrace: error: {self.format_message()}", err=True)
@@ -40,7 +42,7 @@ class _Commands(click.Group):
             refuse_unknown_variables()
             return super().invoke(ctx)
         except HeadraceError as error:
-            raise _Failure(str(error)) from error
+            raise _Failure(error) from error
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("headrace"):
                 raise

@@ -53,9 +53,11 @@ class SuccessorModel:
         self.rows_of_steps: list[int] = []
         self.hold_after: int | None = None
         self.fail_with: Exception | None = None
+        self.before_pass: Callable[[list[int]], None] = lambda last_ids: None  # told what each row feeds in
 
     def prefill(self, token_ids: Tensor, lengths: Tensor, cache: KVCache, first_slot: int) -> Tensor:
         last = token_ids[torch.arange(len(lengths)), lengths - 1]
+        self.before_pass(last.tolist())
         return self._logits(last)
 
     def decode_step(self, token_ids: Tensor, positions: Tensor, longest: int, cache: KVCache) -> Tensor:
@@ -65,6 +67,7 @@ class SuccessorModel:
             self.gate.clear()
         if self.fail_with is not None:
             raise self.fail_with
+        self.before_pass(token_ids.tolist())
         return self._logits(token_ids)
 
     def _logits(self, last: Tensor) -> Tensor:
@@ -93,6 +96,28 @@ class ByteCodec:
         return chr(token_id)
 
 
+def batch_worker(
+    connection: redis.Redis, model: SuccessorModel, *, slots: int = 4, max_context: int = 64, **settings: Any
+) -> BatchWorker:
+    """A worker on the fake model."""
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        hidden_size=4,
+        intermediate_size=4,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=4,
+        max_positions=max_context,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+    )
+    cache = KVCache(config, num_slots=slots, max_context=max_context, dtype=torch.float32, device=torch.device("cpu"))
+    runner = Runner(ByteCodec(), model_name=MODEL, max_context=max_context)
+    settings = {"lease_s": 2.0, "drain_timeout_s": DEADLINE_S, **settings}
+    return BatchWorker(connection, Engine(model, cache), runner, QueueSettings(**settings))
+
+
 class WorkerThread:
     """One running worker."""
 
@@ -106,24 +131,7 @@ class WorkerThread:
         **settings: Any,
     ) -> None:
         self.model = model or SuccessorModel()
-        config = ModelConfig(
-            vocab_size=VOCAB,
-            hidden_size=4,
-            intermediate_size=4,
-            num_layers=1,
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=4,
-            max_positions=max_context,
-            norm_eps=1e-5,
-            rope_theta=1e4,
-        )
-        cache = KVCache(
-            config, num_slots=slots, max_context=max_context, dtype=torch.float32, device=torch.device("cpu")
-        )
-        runner = Runner(ByteCodec(), model_name=MODEL, max_context=max_context)
-        settings = {"lease_s": 2.0, "drain_timeout_s": DEADLINE_S, **settings}
-        self.worker = BatchWorker(connection, Engine(self.model, cache), runner, QueueSettings(**settings))
+        self.worker = batch_worker(connection, self.model, slots=slots, max_context=max_context, **settings)
         self._connection = connection
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)

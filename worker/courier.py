@@ -12,23 +12,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any
 
 import redis
 
 from headrace.shared import keys
-from headrace.shared.errors import InvalidRequest
-from headrace.shared.job import decode_payload
-from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason, Request, parse_request
-from headrace.worker.checkpoint import InvalidCheckpoint, decode_checkpoint
+from headrace.shared.schema import ErrorInfo
 from headrace.worker.engine.rows import Row, now_s
-from headrace.worker.engine.stopping import Finish
-from headrace.worker.fence import FencedWrite, Fences, Verdict, execute
+from headrace.worker.fence import FencedWrite, Fences, Verdict
+from headrace.worker.intake import Intake
 from headrace.worker.lease import Lease
 from headrace.worker.recovery import readable_job_ids
-from headrace.worker.rq_adapter import Claimed, MalformedJob, RqWorker, Running
-from headrace.worker.runner import Rejected, Runner, deadline
+from headrace.worker.rq_adapter import RqWorker, Running
+from headrace.worker.runner import Runner
 from headrace.worker.settings import QueueSettings
 from headrace.worker.settle import Held, Settler, unforeseen
 
@@ -42,16 +37,19 @@ _GIVE_UP_S = 15.0  # on leaving: how long to keep trying to write what is left
 
 @dataclass(frozen=True, kw_only=True)
 class Returned:
-    """A row to be put back into the queue. `failure` says what went wrong with it, if anything did."""
+    """A row to be put back into the queue. `failure` says what went wrong, if anything did, and `culprit` that it was
+    certainly because of this row."""
 
     row: Row
-    failure: str | None = None
+    failure: ErrorInfo | None = None
+    culprit: bool = False
 
 
 class Courier:
     """Owns the jobs in hand: from the claim until the result is stored or the job is put back.
 
-    `capacity` is how many jobs it may hold; `on_row` takes each prepared row, in this thread.
+    `capacity` is how many jobs it may hold; `on_row` takes each prepared row, in this thread, and whether it is on the
+    last of several attempts.
     """
 
     def __init__(
@@ -65,18 +63,18 @@ class Courier:
         settings: QueueSettings,
         *,
         capacity: int,
-        on_row: Callable[[Row], None],
+        on_row: Callable[[Row, bool], None],
     ) -> None:
         self._connection = connection
         self._rq = rq
         self._fences = fences
         self._lease = lease
-        self._runner = runner
         self._settler = settler
         self._settings = settings
         self._capacity = capacity
         self._on_row = on_row
         self._claims_key = keys.claims(rq.name)
+        self._intake = Intake(connection, rq, runner, settler, claims_key=self._claims_key)
         self._held: dict[str, Held] = {}
         self._lock = threading.Lock()  # over _held
         self._done: deque[Row] = deque()
@@ -108,14 +106,27 @@ class Courier:
         if returned:
             self._wake.set()
 
+    def limit(self, capacity: int) -> None:
+        """Hold at most so many jobs from now on."""
+        self._capacity = min(self._capacity, capacity)
+
+    def failed_before(self) -> frozenset[str]:
+        """Ids of the jobs in hand of which the last attempt has failed."""
+        with self._lock:
+            return frozenset(job_id for job_id, held in self._held.items() if held.running.blame)
+
+    def put_all_back(self, failure: ErrorInfo) -> None:
+        """Put back all jobs in hand, whoever has their rows, except those that are done."""
+        with self._lock:
+            rows = [held.row for held in self._held.values() if held.row.finish is None]
+        self.put_back([Returned(row=row, failure=failure) for row in rows])
+
     def snapshot(self) -> None:
         """Note how far the running jobs are; that is stored soon. Call it between two steps."""
         with self._lock:
             held = list(self._held.values())
         self._snapshot = [
-            (each, each.row.token_ids.copy())
-            for each in held
-            if each.row.finish is None and len(each.row.token_ids) > each.num_resumed
+            (each, each.row.token_ids.copy()) for each in held if each.row.finish is None and each.has_got_further
         ]
         if self._snapshot:
             self._wake.set()
@@ -246,12 +257,14 @@ class Courier:
         held = self._held.get(returned.row.row_id)
         if held is None:
             return None
-        attempts = held.running.crashes + 1
-        if returned.failure is None or attempts < self._settings.max_crashes:
-            return self._settler.handed_back(held, crashed=returned.failure is not None)
-        error = ErrorInfo(
-            code=ErrorCode.INTERNAL_ERROR, message=f"failed {attempts} times, the last with: {returned.failure}"
-        )
+        if returned.failure is None:
+            return self._settler.handed_back(held, blame=None)
+        innocent = held.has_got_further and not returned.culprit
+        blame = 1 if innocent else held.running.blame + 1
+        if blame < self._settings.max_crashes:
+            return self._settler.handed_back(held, blame=blame)
+        text = f"failed {blame} times, the last with: {returned.failure.message}"
+        error = ErrorInfo(code=returned.failure.code, message=text)
         body = {"id": held.request.id}
         return self._settler.given_up(held.running, error, batch=held.batch, body=body)
 
@@ -285,117 +298,35 @@ class Courier:
         return len(raw_ids)
 
     def _start(self, job_ids: Sequence[str]) -> None:
-        """Read, check and tokenize claimed jobs, then start the good ones and fail the bad ones, in one round trip."""
-        with self._connection.pipeline(transaction=False) as pipeline:
-            for job_id in job_ids:
-                pipeline.hgetall(keys.rq_job(job_id))
-            pipeline.mget([keys.checkpoint(job_id) for job_id in job_ids])
-            *hashes, checkpoints = execute(pipeline)
-        writes: list[FencedWrite] = []
-        prepared: list[Held | None] = []
-        for job_id, fields, checkpoint in zip(job_ids, hashes, checkpoints, strict=True):
-            if not fields or isinstance(fields, redis.ResponseError):  # deleted while it waited, or never a job
-                self._connection.lrem(self._claims_key, 1, job_id)
-                continue
-            write, ready = self._prepare(job_id, fields, checkpoint)
-            writes.append(write)
-            prepared.append(ready)
-        for held in self._started(prepared, writes):
+        """Start claimed jobs, refuse those that can't be run, and hand the rows on."""
+        for held in self._started(self._intake.prepare(job_ids)):
             if held.row.finish is None:
-                self._on_row(held.row)
+                blame = held.running.blame
+                self._on_row(held.row, 0 < blame == self._settings.max_crashes - 1)
             else:
                 self._done.append(held.row)
 
-    def _started(self, prepared: Sequence[Held | None], writes: Sequence[FencedWrite]) -> list[Held]:
-        """Start jobs, and take those in hand that did start.
+    def _started(self, prepared: Sequence[tuple[FencedWrite, Held | None]]) -> list[Held]:
+        """Send the writes, in one round trip; return the jobs that did start, taken in hand.
 
         A start whose answer was lost is refused when it is sent again, by us or by the client's own retries. Whether
         the job runs under the execution that was made for it tells the one refusal from the other.
         """
-        jobs = [held for held in prepared if held is not None]
         try:
-            verdicts = self._fences.start(writes)
-            pairs = zip(prepared, verdicts, strict=True)
-            refused = [held for held, verdict in pairs if held is not None and verdict is Verdict.REFUSED]
-            really = self._fences.finish([self._rq.add(held.running, []) for held in refused])
+            verdicts = self._fences.start([write for write, _ in prepared])
+            jobs = [(held, verdict) for (_, held), verdict in zip(prepared, verdicts, strict=True) if held is not None]
+            doubtful = [held for held, verdict in jobs if verdict is Verdict.REFUSED]
+            confirmed = self._fences.finish([self._rq.add(held.running, []) for held in doubtful])
         except redis.RedisError:
-            self._take_in_hand(jobs)
-            self._returned.extend(Returned(row=held.row) for held in jobs)  # fenced: does nothing to those not started
+            lost = [held for _, held in prepared if held is not None and held.row.row_id not in self._held]
+            self._take_in_hand(lost)
+            self._returned.extend(Returned(row=held.row) for held in lost)  # fenced: only what has started goes back
             raise
-        not_started = {
-            held.row.row_id for held, verdict in zip(refused, really, strict=True) if verdict is not Verdict.DONE
-        }
-        broken = {
-            held.row.row_id
-            for held, verdict in zip(prepared, verdicts, strict=True)
-            if held is not None and verdict is Verdict.BROKEN
-        }
-        started = [held for held in jobs if held.row.row_id not in not_started | broken]
+        jobs += zip(doubtful, confirmed, strict=True)
+        started = [held for held, verdict in jobs if verdict is Verdict.DONE]
         self._take_in_hand(started)
         return started
 
     def _take_in_hand(self, jobs: Sequence[Held]) -> None:
         with self._lock:
             self._held.update({held.row.row_id: held for held in jobs})
-
-    def _prepare(
-        self, job_id: str, fields: dict[bytes, bytes], checkpoint: bytes | None
-    ) -> tuple[FencedWrite, Held | None]:
-        """The write that starts or refuses a claimed job and, if it starts, the job in hand."""
-        body: Any = None
-        batch: str | None = None
-        try:
-            claimed = self._rq.read(job_id, fields)
-            payload = decode_payload(claimed.data)
-            body, batch = payload.request, payload.batch
-            request = parse_request(body)
-            row = self._row(request, claimed, checkpoint)
-            row.finish = _over_before_start(claimed, row)
-            running, write = self._rq.start(claimed, self._claims_key)
-        except Exception as error:  # whatever it is, one bad job must not stop the others
-            info = _refusal(error, job_id)
-            return self._settler.rejected(job_id, info, batch=batch, body=body, claims_key=self._claims_key), None
-        held = Held(
-            running=running,
-            row=row,
-            num_resumed=len(row.token_ids),
-            request=request,
-            batch=batch,
-            started_at=datetime.now(UTC),
-        )
-        return write, held
-
-    def _row(self, request: Request, claimed: Claimed, checkpoint: bytes | None) -> Row:
-        """The job's row, with its tokens so far if there is a checkpoint that it can go on from. Raises Rejected."""
-        job_id, deadline_s = str(claimed.job.id), deadline(request, claimed.job.timeout)
-        row = self._runner.row(request, job_id, deadline_s=deadline_s)
-        if checkpoint is None:
-            return row
-        try:
-            token_ids = decode_checkpoint(checkpoint, model=self._runner.model_name, data=claimed.data)
-            self._runner.resume(row, token_ids)
-        except InvalidCheckpoint as error:
-            logger.warning("ignored the checkpoint of job %s, which starts from its beginning: %s", job_id, error)
-            return self._runner.row(request, job_id, deadline_s=deadline_s)
-        return row
-
-
-def _over_before_start(claimed: Claimed, row: Row) -> Finish | None:
-    """Why a job has ended that no worker need run; what it has is its result."""
-    if claimed.cancelled:
-        return Finish(reason=FinishReason.CANCELLED)
-    if row.deadline_s is not None and row.deadline_s <= now_s():
-        return Finish(reason=FinishReason.TIMEOUT)
-    return None
-
-
-def _refusal(error: Exception, job_id: str) -> ErrorInfo:
-    """What the result of a job says that could not be prepared."""
-    if isinstance(error, Rejected):
-        return error.error
-    if isinstance(error, InvalidRequest):
-        return ErrorInfo(code=ErrorCode.INVALID_REQUEST, message=str(error), param=error.param)
-    if isinstance(error, MalformedJob):
-        return ErrorInfo(code=ErrorCode.INVALID_REQUEST, message=f"the job's hash can't be read: {error}")
-    logger.error("job %s could not be prepared", job_id, exc_info=error)
-    return unforeseen(error)

@@ -35,7 +35,8 @@ from headrace.worker.fence import Command, FencedWrite, Fences, commands_of, exe
 
 # How long RQ believes in a job without hearing of it: the fallback for when no headrace worker is alive.
 EXECUTION_TTL_S = 90
-CRASHES_FIELD = "headrace_crashes"
+CRASHES_FIELD = "headrace_crashes"  # attempts that have failed
+BLAME_FIELD = "headrace_blame"  # of these, the last ones in a row in which the job got no further
 _MAINTENANCE_INTERVAL_S = 600
 
 logger = logging.getLogger("headrace.worker")
@@ -47,12 +48,14 @@ class MalformedJob(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A started job: RQ's job and execution, its call as stored, and how often a worker died with it."""
+    """A started job: RQ's job and execution, its call as stored, and how many attempts have failed, `blame` of them
+    since it last got any further."""
 
     job: Job
     execution: Execution
     data: bytes
     crashes: int
+    blame: int
 
     @property
     def job_id(self) -> str:
@@ -66,6 +69,7 @@ class Claimed:
     job: Job
     data: bytes
     crashes: int
+    blame: int
     cancelled: bool
 
 
@@ -159,9 +163,13 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             job = Job(job_id, connection=self.connection, serializer=JSONSerializer)
             job.restore({**fields, b"data": b""})
             job.origin = self.queue.name
-            crashes = int(fields.get(CRASHES_FIELD.encode(), b"0"))
-            cancelled = CANCEL_FIELD.encode() in fields
-            return Claimed(job=job, data=fields.get(b"data", b""), crashes=crashes, cancelled=cancelled)
+            return Claimed(
+                job=job,
+                data=fields.get(b"data", b""),
+                crashes=int(fields.get(CRASHES_FIELD.encode(), b"0")),
+                blame=int(fields.get(BLAME_FIELD.encode(), b"0")),
+                cancelled=CANCEL_FIELD.encode() in fields,
+            )
         except Exception as error:  # RQ raises whatever the field's parser does
             text = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise MalformedJob(text.encode(errors="backslashreplace").decode()) from None
@@ -173,7 +181,7 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         job.prepare_for_execution(self.name, pipeline=record)
         record.persist(job.key)
         write = FencedWrite(fence=claims_key, member=job.id, job_key=job.key, commands=commands_of(record))
-        return Running(job=job, execution=execution, data=claimed.data, crashes=claimed.crashes), write
+        return _running(claimed, execution), write
 
     def reject(self, job_id: str, message: str, claims_key: str, extra: Sequence[Command]) -> FencedWrite:
         """The write that fails a claimed job that never starts: RQ's bookkeeping, then `extra`."""
@@ -218,19 +226,27 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         running.execution.delete(job=running.job, pipeline=record)
         return self._finish_write(running, [*commands_of(record), *extra])
 
-    def hand_back(self, running: Running, extra: Sequence[Command] = (), *, crashed: bool = False) -> FencedWrite:
-        """The write that puts a running job back at the front of its queue, as if it had never been started."""
+    def hand_back(self, running: Running, extra: Sequence[Command] = (), *, blame: int | None = None) -> FencedWrite:
+        """The write that puts a running job back at the front of its queue, as if it had never been started.
+
+        With `blame` this attempt has failed, and is the last of so many in which the job got no further.
+        """
         job, record = running.job, self._fences.record()
         running.execution.delete(job=job, pipeline=record)
         record.hset(job.key, mapping={"status": JobStatus.QUEUED, "started_at": "", "worker_name": ""})
-        if crashed:
+        if blame is not None:
             record.hincrby(job.key, CRASHES_FIELD, 1)
+            record.hset(job.key, BLAME_FIELD, blame)
         record.lpush(Queue.redis_queue_namespace_prefix + job.origin, job.id)
         return self._finish_write(running, [*commands_of(record), *extra])
 
     def add(self, running: Running, commands: Sequence[Command]) -> FencedWrite:
         """A write beside a running job, which goes on."""
         return self._finish_write(running, commands)
+
+    def forgive(self, running: Running) -> list[Command]:
+        """The commands that take the blame from a job, which has got further."""
+        return [("HDEL", running.job.key, BLAME_FIELD)] if running.blame else []
 
     def after_commit(self, settled: Sequence[Running]) -> None:
         """What RQ does once outcomes are stored: let dependents run and free the slots of rate limits."""
@@ -360,5 +376,11 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             execution = Execution(
                 execution_id, job_id, self.connection, worker_name=worker or claimed.job.worker_name or ""
             )
-            found.append(Running(job=claimed.job, execution=execution, data=claimed.data, crashes=claimed.crashes))
+            found.append(_running(claimed, execution))
         return found
+
+
+def _running(claimed: Claimed, execution: Execution) -> Running:
+    return Running(
+        job=claimed.job, execution=execution, data=claimed.data, crashes=claimed.crashes, blame=claimed.blame
+    )

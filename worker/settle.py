@@ -29,6 +29,11 @@ class Held:
     started_at: datetime
 
     @property
+    def has_got_further(self) -> bool:
+        """True if this attempt has made tokens."""
+        return len(self.row.token_ids) > self.num_resumed
+
+    @property
     def queued_s(self) -> float:
         """Seconds that the job waited in the queue."""
         enqueued_at = self.running.job.enqueued_at
@@ -70,13 +75,13 @@ class Settler:
 
     def checkpoint(self, held: Held, token_ids: Sequence[int]) -> FencedWrite:
         """The write that notes how far a running job is."""
-        return self._rq.add(held.running, [self._checkpoint(held, token_ids)])
+        return self._rq.add(held.running, [self._checkpoint(held, token_ids), *self._rq.forgive(held.running)])
 
-    def handed_back(self, held: Held, *, crashed: bool) -> FencedWrite:
-        """The write that puts a running job back, with its tokens so far."""
+    def handed_back(self, held: Held, *, blame: int | None) -> FencedWrite:
+        """The write that puts a running job back, with its tokens so far; `blame` as RqWorker.hand_back takes it."""
         token_ids = held.row.token_ids
         extra = [self._checkpoint(held, token_ids)] if token_ids else []
-        return self._rq.hand_back(held.running, extra, crashed=crashed)
+        return self._rq.hand_back(held.running, extra, blame=blame)
 
     def _checkpoint(self, held: Held, token_ids: Sequence[int]) -> Command:
         value = encode_checkpoint(token_ids, model=self._runner.model_name, data=held.running.data)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
 import os
 import random
 import shutil
@@ -23,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import redis
-
 from faults.durable_server import DurableServer
+from faults.processes import context
 from faults.soak_worker import NO_SERVER, WorkerPlan, run_worker, sampled_tokens
+
 from headrace.producer import Producer
 from headrace.shared import keys
 from headrace.shared.schema import Result
@@ -112,9 +112,6 @@ class Crew:
         )
         self._folder = folder
         self._faults = faults
-        # Torch takes seconds to import. Each worker is forked off a process that has done that and nothing else.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["faults.soak_worker"])
         self._expected: set[int] = set()  # pids that were told to end
         self._number = 0
         self.live: list[BaseProcess] = []
@@ -127,7 +124,7 @@ class Crew:
                 self._faults["worker that ended of itself"] += 1
         while len(self.live) < count:
             self._number += 1
-            process = self._context.Process(target=run_worker, args=(self._worker_plan, self._folder, self._number))
+            process = context().Process(target=run_worker, args=(self._worker_plan, self._folder, self._number))
             process.start()
             self.live.append(process)
 

@@ -7,10 +7,8 @@ computed twice.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
-import signal
 import struct
 import sys
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from typing import Any
 
 import redis
 import torch
+from faults.processes import end_with_parent
 
 from headrace.shared.connection import connect
 from headrace.worker.batch_worker import BatchWorker
@@ -70,7 +69,7 @@ def sampled_tokens(folder: Path) -> int:
 
 def run_worker(plan: WorkerPlan, folder: Path, number: int) -> None:
     """Be a worker until told to stop. Its count and its log go to `folder`."""
-    _end_with_parent()
+    end_with_parent()
     with (folder / f"{number}.log").open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -97,9 +96,3 @@ def _counter(path: Path) -> Iterator[mmap.mmap]:
     path.write_bytes(bytes(8))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 8) as count:
         yield count
-
-
-def _end_with_parent() -> None:
-    """No worker may outlive a soak that was killed."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

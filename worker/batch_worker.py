@@ -20,7 +20,7 @@ from headrace.shared.errors import EngineFailure
 from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason
 from headrace.worker.admission import Admission
 from headrace.worker.bisection import isolate, works
-from headrace.worker.courier import Courier, Returned
+from headrace.worker.courier import Courier
 from headrace.worker.engine.generate import Engine
 from headrace.worker.engine.rows import Row, now_s
 from headrace.worker.fence import Fences
@@ -31,7 +31,7 @@ from headrace.worker.recovery import Recovery
 from headrace.worker.rq_adapter import RqWorker, Running
 from headrace.worker.runner import Runner
 from headrace.worker.settings import QueueSettings
-from headrace.worker.settle import Settler, unforeseen
+from headrace.worker.settle import Returned, Settler, unforeseen
 from headrace.worker.watchdog import Watchdog
 
 logger = logging.getLogger("headrace.worker")
@@ -76,7 +76,7 @@ class BatchWorker:
             on_shutdown=self.ask_to_stop,
         )
         self._lease = Lease(connection, self.name, settings.lease_s)
-        settler = Settler(self._rq, runner, result_ttl_s=settings.result_ttl_s)
+        settler = Settler(self._rq, runner, result_ttl_s=settings.result_ttl_s, max_crashes=settings.max_crashes)
         self._courier = Courier(
             connection,
             self._rq,

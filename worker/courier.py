@@ -11,7 +11,6 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import redis
 
@@ -25,7 +24,7 @@ from headrace.worker.recovery import readable_job_ids
 from headrace.worker.rq_adapter import RqWorker, Running
 from headrace.worker.runner import Runner
 from headrace.worker.settings import QueueSettings
-from headrace.worker.settle import Held, Settler, unforeseen
+from headrace.worker.settle import Held, Returned, Settler, unforeseen
 
 logger = logging.getLogger("headrace.worker")
 
@@ -33,16 +32,6 @@ _POLL_S = 0.05  # how often a queue that was empty is looked at again while rows
 _IDLE_BLOCK_S = 1
 _MAX_BACKOFF_S = 5.0
 _GIVE_UP_S = 15.0  # on leaving: how long to keep trying to write what is left
-
-
-@dataclass(frozen=True, kw_only=True)
-class Returned:
-    """A row to be put back into the queue. `failure` says what went wrong, if anything did, and `culprit` that it was
-    certainly because of this row."""
-
-    row: Row
-    failure: ErrorInfo | None = None
-    culprit: bool = False
 
 
 class Courier:
@@ -240,33 +229,16 @@ class Courier:
             return self._settler.finished(held, row)
         except Exception as error:  # whatever it is, the results of the others must not wait for it
             logger.exception("the result of job %s could not be made", row.row_id)
-            return self._settler.given_up(
-                held.running, unforeseen(error), batch=held.batch, body={"id": held.request.id}
-            )
+            return self._settler.failed(held, unforeseen(error))
 
     def _return_rows(self) -> int:
         returned = list(self._returned)
-        writes = [self._return_write(each) for each in reversed(returned)]  # reversed: each goes to the front
-        self._fences.finish([write for write in writes if write is not None])
+        pairs = [(self._held.get(each.row.row_id), each) for each in reversed(returned)]  # each goes to the front
+        self._fences.finish([self._settler.returned(held, each) for held, each in pairs if held is not None])
         for each in returned:
             self._forget(each.row.row_id)
             self._returned.popleft()
         return len(returned)
-
-    def _return_write(self, returned: Returned) -> FencedWrite | None:
-        held = self._held.get(returned.row.row_id)
-        if held is None:
-            return None
-        if returned.failure is None:
-            return self._settler.handed_back(held, blame=None)
-        innocent = held.has_got_further and not returned.culprit
-        blame = 1 if innocent else held.running.blame + 1
-        if blame < self._settings.max_crashes:
-            return self._settler.handed_back(held, blame=blame)
-        text = f"failed {blame} times, the last with: {returned.failure.message}"
-        error = ErrorInfo(code=returned.failure.code, message=text)
-        body = {"id": held.request.id}
-        return self._settler.given_up(held.running, error, batch=held.batch, body=body)
 
     def _write_checkpoints(self) -> int:
         snapshot, self._snapshot = self._snapshot, []

@@ -269,7 +269,8 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         ttl = job.failure_ttl if job.failure_ttl is not None else DEFAULT_FAILURE_TTL
         job.set_status(status, pipeline=record)
         record.hset(job.key, "ended_at", utcformat(now()))
-        record.hdel(job.key, CANCEL_FIELD)  # or it would be cancelled again when somebody requeues it
+        # Somebody may requeue it: it is then not to be cancelled again, and has all its attempts.
+        record.hdel(job.key, CANCEL_FIELD, CRASHES_FIELD, BLAME_FIELD)
         record.srem(keys.cancels(self.name), job.id)
         # Not FailedJobRegistry.add: it would write the whole hash again, which a malformed job does not have.
         BaseRegistry.add(FailedJobRegistry(queue=self.queue), job, ttl, record)

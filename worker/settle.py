@@ -40,13 +40,27 @@ class Held:
         return (self.started_at - enqueued_at).total_seconds() if enqueued_at else 0.0
 
 
-class Settler:
-    """Builds results and the fenced writes that store them. It writes nothing itself."""
+@dataclass(frozen=True, kw_only=True)
+class Returned:
+    """A row to be put back into the queue. `failure` says what went wrong, if anything did, and `culprit` that it was
+    certainly because of this row."""
 
-    def __init__(self, rq: RqWorker, runner: Runner, *, result_ttl_s: int) -> None:
+    row: Row
+    failure: ErrorInfo | None = None
+    culprit: bool = False
+
+
+class Settler:
+    """Builds results and the fenced writes that store them. It writes nothing itself.
+
+    A job that fails `max_crashes` times without getting any further is given up.
+    """
+
+    def __init__(self, rq: RqWorker, runner: Runner, *, result_ttl_s: int, max_crashes: int) -> None:
         self._rq = rq
         self._runner = runner
         self._ttl_s = result_ttl_s
+        self._max_crashes = max_crashes
 
     def finished(self, held: Held, row: Row) -> FencedWrite:
         """The write for a row that is done, well or not."""
@@ -77,11 +91,22 @@ class Settler:
         """The write that notes how far a running job is."""
         return self._rq.add(held.running, [self._checkpoint(held, token_ids), *self._rq.forgive(held.running)])
 
-    def handed_back(self, held: Held, *, blame: int | None) -> FencedWrite:
-        """The write that puts a running job back, with its tokens so far; `blame` as RqWorker.hand_back takes it."""
+    def returned(self, held: Held, returned: Returned) -> FencedWrite:
+        """The write that puts a running job back with its tokens so far, or gives it up."""
+        blame = None
+        if (failure := returned.failure) is not None:
+            innocent = held.has_got_further and not returned.culprit
+            blame = 1 if innocent else held.running.blame + 1
+            if blame >= self._max_crashes:
+                text = f"failed {blame} times, the last with: {failure.message}"
+                return self.failed(held, ErrorInfo(code=failure.code, message=text))
         token_ids = held.row.token_ids
         extra = [self._checkpoint(held, token_ids)] if token_ids else []
         return self._rq.hand_back(held.running, extra, blame=blame)
+
+    def failed(self, held: Held, error: ErrorInfo) -> FencedWrite:
+        """The write for a job in hand that has no output and is not tried again."""
+        return self.given_up(held.running, error, batch=held.batch, body={"id": held.request.id})
 
     def _checkpoint(self, held: Held, token_ids: Sequence[int]) -> Command:
         value = encode_checkpoint(token_ids, model=self._runner.model_name, data=held.running.data)

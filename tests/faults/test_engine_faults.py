@@ -22,7 +22,7 @@ def start(url: str, fault: str) -> BaseProcess:
 
 
 def supervise(url: str, fault: str, batch: Batch) -> list[int | None]:
-    """Start a worker again and again until the batch is done; returns the exit codes of those that ended by themselves."""
+    """Start a worker again and again until the batch is done; returns the exit codes of those that ended."""
     codes: list[int | None] = []
     process = start(url, fault)
     try:
@@ -50,7 +50,10 @@ def test_the_job_that_workers_end_of_is_given_up_and_its_neighbours_finish(
     with redis.Redis.from_url(redis_url) as connection, producer_for(connection) as producer:
         good = [{"prompt": "n", "max_tokens": 40}] * 3
         batch = producer.submit_many([*good, {"prompt": "a", "id": "bad", "max_tokens": 40}, *good], batch="b")
-        assert supervise(redis_url, fault, batch) == [exit_code] * 3
+        codes = supervise(redis_url, fault, batch)
+        assert set(codes) == {exit_code}
+        # A job is blamed for what ends its workers only once it gets no further; it has 12 tokens to get there.
+        assert 3 <= len(codes) <= 3 + 12
         results = list(batch.results(timeout=20))
         assert len(results) == connection.xlen(keys.batch_done("b")) == 7
         (bad,) = (result for result in results if result.id == "bad")
@@ -59,7 +62,7 @@ def test_the_job_that_workers_end_of_is_given_up_and_its_neighbours_finish(
         assert bad.error is not None
         assert bad.error.code is code
         assert bad.error.message.startswith(says)
-        assert bad.attempt == 3
+        assert bad.attempt == len(codes)
 
 
 def test_a_hung_worker_hands_its_jobs_back_before_it_ends(redis_url: str) -> None:

@@ -149,6 +149,21 @@ def test_sigterm_finishes_the_running_jobs_and_leaves_the_rest_in_the_queue(
     assert connection.smembers("rq:workers") == set()
 
 
+def test_a_running_job_is_cancelled_though_its_worker_was_cut_off_when_it_was_told(
+    connection: redis.Redis, producer: Producer, workers: Workers, tmp_path: Path
+) -> None:
+    long = save_tiny_model(tmp_path / MODEL, max_positions=16_384)
+    job = producer.submit("a", max_tokens=16_000, ignore_eos=True)
+    workers.start("--model", str(long), "--max-context", "16384", "--slots", "1", "--checkpoint-interval", "0.1")
+    wait_until(lambda: connection.exists(keys.checkpoint(job.id)), "the job to be under way", START_S)
+    assert connection.client_kill_filter(_type="pubsub") == 1  # the worker listens again after a second
+    assert job.cancel()
+    result = job.result(timeout=START_S)
+    assert result.error is not None
+    assert result.error.code == "cancelled"
+    assert 0 < len(result.outputs[0].token_ids) < 16_000
+
+
 def test_two_workers_share_a_queue(producer: Producer, workers: Workers) -> None:
     batch = submit(producer, "b", 400)
     workers.start()
@@ -193,6 +208,8 @@ def test_a_worker_that_can_not_start_says_why_in_one_line(workers: Workers, redi
         (["--redis", redis_url, "--model", str(tmp_path)], "config.json"),
         (["--redis", redis_url, "--model", "smolm2-135m"], "smollm2-135m"),
         (["--redis", redis_url, "--lease", "0.5"], "--lease is 0.5 s"),
+        (["--redis", redis_url, "--checkpoint-interval", "-1"], "--checkpoint-interval is -1 s"),
+        (["--redis", redis_url, "--step-timeout", "0"], "--step-timeout is 0 s"),
         (["--redis", "nonsense"], "not a Redis URL"),
     ]
     for options, says in cases:

@@ -40,6 +40,8 @@ def test_a_job_that_makes_steps_raise_fails_after_its_attempts_and_its_neighbour
     assert bad.error.message == "failed 3 times, the last with: RuntimeError: the device is on fire"
     assert bad.attempt == 3
     assert Queue(QUEUE, connection=redis_client).failed_job_registry.get_job_ids() == [bad.job_id]
+    left = redis_client.hgetall(keys.rq_job(bad.job_id))
+    assert [field for field in left if field.startswith(b"headrace")] == []  # requeued, it has all its attempts
 
 
 def test_an_engine_that_fails_whatever_it_runs_ends_the_worker_and_no_job_is_blamed(redis_client: redis.Redis) -> None:

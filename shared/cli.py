@@ -14,11 +14,9 @@ _GROUP = "headrace.commands"
 
 
 class _Failure(click.ClickException):
-    """An error that is shown as one line."""
+    """An error that is shown as one line; the exit code says that nothing could be run."""
 
-    def __init__(self, error: HeadraceError | str) -> None:
-        super().__init__(str(error))
-        self.exit_code = error.exit_code if isinstance(error, HeadraceError) else HeadraceError.exit_code
+    exit_code = HeadraceError.exit_code
 
     def show(self, file: Any = None) -> None:
         click.echo(f"headrace: error: {self.format_message()}", err=True)
@@ -42,7 +40,8 @@ class _Commands(click.Group):
             refuse_unknown_variables()
             return super().invoke(ctx)
         except HeadraceError as error:
-            raise _Failure(error) from error
+            _Failure(str(error)).show()
+            raise click.exceptions.Exit(error.exit_code) from error
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("headrace"):
                 raise

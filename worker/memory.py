@@ -11,6 +11,5 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def release_unused_memory() -> None:
-    """Give back what torch keeps for later."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    """Give back what torch keeps of a device's memory for later."""
+    torch.cuda.empty_cache()

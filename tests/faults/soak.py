@@ -49,6 +49,7 @@ class Plan:
     slots: int = 16
     lease_s: float = 2.0
     checkpoint_interval_s: float = 0.25
+    max_crashes: int = 10  # no job is to blame for what happens here, however often it happens
     finish_s: float = 300.0  # how long the rest may take once the faults are over
 
 
@@ -109,6 +110,7 @@ class Crew:
             slots=plan.slots,
             lease_s=plan.lease_s,
             checkpoint_interval_s=plan.checkpoint_interval_s,
+            max_crashes=plan.max_crashes,
         )
         self._folder = folder
         self._faults = faults

@@ -39,6 +39,7 @@ class WorkerPlan:
     slots: int
     lease_s: float
     checkpoint_interval_s: float
+    max_crashes: int
 
 
 class CountingModel:
@@ -80,7 +81,9 @@ def run_worker(plan: WorkerPlan, folder: Path, number: int) -> None:
     except Exception:
         sys.exit(NO_SERVER)
     loaded = load(EngineSettings(model=plan.model, slots=plan.slots, dtype="float32", device="cpu"))
-    settings = QueueSettings(lease_s=plan.lease_s, checkpoint_interval_s=plan.checkpoint_interval_s)
+    settings = QueueSettings(
+        lease_s=plan.lease_s, checkpoint_interval_s=plan.checkpoint_interval_s, max_crashes=plan.max_crashes
+    )
     with (
         _counter(folder / f"{number}.count") as count,
         redis.Redis.from_url(plan.url, socket_timeout=_SOCKET_TIMEOUT_S) as connection,

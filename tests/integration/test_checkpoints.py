@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 import redis
@@ -11,6 +12,7 @@ from worker_harness import MODEL, WorkerThread, producer_for, running_worker, su
 from headrace.producer import Job
 from headrace.shared import keys
 from headrace.worker.checkpoint import decode_checkpoint, encode_checkpoint
+from headrace.worker.fence import FencedWrite, Fences, Verdict
 
 EACH_STEP_S = 1e-9
 
@@ -68,6 +70,26 @@ def test_what_comes_late_from_a_worker_that_has_lost_its_job_is_refused(redis_cl
         dead.worker.ask_to_stop()
         dead.join()
         assert not redis_client.exists(keys.checkpoint(job.id))
+
+
+def test_decoding_does_not_wait_for_the_writing_of_checkpoints(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, written = Fences.finish, threading.Event()
+
+    def finish(fences: Fences, writes: list[FencedWrite]) -> list[Verdict]:
+        if writes:
+            assert written.wait(20)
+        return original(fences, writes)
+
+    monkeypatch.setattr(Fences, "finish", finish)
+    noting = {"checkpoint_interval_s": EACH_STEP_S}
+    with producer_for(redis_client) as producer, running_worker(redis_client, **noting) as running:
+        job = producer.submit("a", max_tokens=30)
+        wait_until(lambda: len(running.model.rows_of_steps) == 29, "all steps, while the first checkpoint is held up")
+        assert not redis_client.exists(keys.checkpoint(job.id))
+        written.set()
+        assert job.result(timeout=20).text == successors("a", 30)
 
 
 def test_a_job_handed_back_on_an_orderly_stop_computes_nothing_twice(redis_client: redis.Redis) -> None:

@@ -18,7 +18,6 @@ import redis
 from headrace.shared import keys
 from headrace.shared.errors import EngineFailure
 from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason
-from headrace.worker.admission import Admission
 from headrace.worker.bisection import isolate, works
 from headrace.worker.courier import Courier
 from headrace.worker.engine.generate import Engine
@@ -58,7 +57,6 @@ class BatchWorker:
         self.name = worker_name()
         self._engine = engine
         self._settings = settings
-        self._admission = Admission()
         self._watchdog = Watchdog(settings.step_timeout_s, self._abandon)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stop_by_s: float | None = None
@@ -86,7 +84,7 @@ class BatchWorker:
             settler,
             settings,
             capacity=engine.num_slots + engine.num_slots // _LOOKAHEAD_SHARE,
-            on_row=lambda row, alone: self._inbox.put(lambda: self._admission.add(row, alone=alone)),
+            on_row=lambda row: self._inbox.put(lambda: self._submit(row)),
         )
         self._recovery = Recovery(connection, self._rq, fences, settler, max_crashes=settings.max_crashes)
         self._keeper = Keeper(
@@ -139,7 +137,7 @@ class BatchWorker:
 
     def _take_in(self) -> None:
         """Do what other threads have asked for; wait for it a little if there is nothing to decode."""
-        idle = self._num_rows == 0 and self._courier.is_alive
+        idle = self._engine.num_rows == 0 and self._courier.is_alive
         try:
             self._inbox.get(block=idle, timeout=_IDLE_WAIT_S)()
             while True:
@@ -147,13 +145,7 @@ class BatchWorker:
         except queue.Empty:
             pass
 
-    @property
-    def _num_rows(self) -> int:
-        return self._engine.num_rows + len(self._admission)
-
     def _step(self) -> None:
-        for row in self._admission.admit(self._engine.num_rows):
-            self._submit(row)
         if not self._engine.num_rows:
             return
         try:
@@ -170,9 +162,11 @@ class BatchWorker:
         rows = self._engine.drop_all()
         self._courier.settle([row for row in rows if row.finish is not None])
         live = [row for row in rows if row.finish is None]
-        if is_out_of_memory(error) and len(live) > 1:
-            self._shrink(live)
-            return
+        if is_out_of_memory(error):
+            release_unused_memory()
+            if len(live) > 1:
+                self._shrink(live)
+                return
         logger.error("a step with %d rows failed", len(live), exc_info=error)
         broken = works(self._engine, self._watched_step)
         if broken is not None:
@@ -192,7 +186,6 @@ class BatchWorker:
         logger.error(
             "out of memory with %d rows; they go back into the queue, and at most %d run now", len(rows), fewer
         )
-        release_unused_memory()
         self._courier.limit(fewer)
         self._courier.put_back([Returned(row=row) for row in rows])
 
@@ -207,7 +200,7 @@ class BatchWorker:
             raise RuntimeError("the courier thread has ended; see the error above")
         if self._stops_asked:
             return self._drain()
-        return self._settings.burst and self._num_rows == 0 and self._courier.queue_empty.is_set()
+        return self._settings.burst and self._engine.num_rows == 0 and self._courier.queue_empty.is_set()
 
     def _drain(self) -> bool:
         """Stop claiming, put back what has not begun; True when nothing runs or its time is up."""
@@ -217,8 +210,7 @@ class BatchWorker:
             )
             self._stop_by_s = now_s() + self._settings.drain_timeout_s
             self._courier.stop_claiming()
-        waiting = [*self._engine.drop_waiting(), *self._admission.take_all()]
-        self._courier.put_back([Returned(row=row) for row in waiting])
+        self._courier.put_back([Returned(row=row) for row in self._engine.drop_waiting()])
         return self._engine.num_rows == 0 or self._stops_asked > 1 or now_s() > self._stop_by_s
 
     def _submit(self, row: Row) -> None:
@@ -235,7 +227,6 @@ class BatchWorker:
         if self._courier.lose(running):
             logger.warning("job %s has moved on; dropped its row", running.job_id)
             self._engine.drop(running.job_id)
-            self._admission.drop(running.job_id)
 
     def _abandon(self) -> None:
         """The engine hangs, and its thread with it: hand all jobs back from this one, and end the process."""
@@ -252,7 +243,7 @@ class BatchWorker:
         self._watchdog.leave()
         self._courier.leave()
         self._take_in()  # rows that were on their way
-        rows = [*self._engine.drop_all(), *self._admission.take_all()]
+        rows = self._engine.drop_all()
         self._courier.settle([row for row in rows if row.finish is not None])
         self._courier.put_back([Returned(row=row) for row in rows if row.finish is None])
         self._sign_off()

@@ -37,8 +37,10 @@ _GIVE_UP_S = 15.0  # on leaving: how long to keep trying to write what is left
 class Courier:
     """Owns the jobs in hand: from the claim until the result is stored or the job is put back.
 
-    `capacity` is how many jobs it may hold; `on_row` takes each prepared row, in this thread, and whether it is on the
-    last of several attempts.
+    `capacity` is how many jobs it may hold; `on_row` takes each prepared row, in this thread.
+
+    A worker that dies takes all its jobs along, and nobody can tell which of them it died of. So a job on the last of
+    its attempts runs alone: if it is innocent it finishes, and only the one that workers die of is given up.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Courier:
         settings: QueueSettings,
         *,
         capacity: int,
-        on_row: Callable[[Row, bool], None],
+        on_row: Callable[[Row], None],
     ) -> None:
         self._connection = connection
         self._rq = rq
@@ -68,6 +70,7 @@ class Courier:
         self._lock = threading.Lock()  # over _held
         self._done: deque[Row] = deque()
         self._returned: deque[Returned] = deque()
+        self._one_alone = False  # a job on its last attempt is in hand, or will be once nothing else is
         self._snapshot: list[tuple[Held, list[int]]] = []
         self._wake = threading.Event()
         self._claiming = True
@@ -100,9 +103,9 @@ class Courier:
         self._capacity = min(self._capacity, capacity)
 
     def failed_before(self) -> frozenset[str]:
-        """Ids of the jobs in hand of which the last attempt has failed."""
+        """Ids of the jobs in hand of which an earlier attempt has failed."""
         with self._lock:
-            return frozenset(job_id for job_id, held in self._held.items() if held.running.blame)
+            return frozenset(job_id for job_id, held in self._held.items() if held.running.crashes)
 
     def put_all_back(self, failure: ErrorInfo) -> None:
         """Put back all jobs in hand, whoever has their rows, except those that are done."""
@@ -251,8 +254,9 @@ class Courier:
             self._held.pop(job_id, None)
 
     def _claim(self) -> int:
+        self._one_alone = self._one_alone and bool(self._held)
         room = self._capacity - len(self._held)
-        if room <= 0:
+        if room <= 0 or self._one_alone:
             return 0
         raw_ids = self._fences.claim(
             queue_key=self._rq.queue.key,
@@ -271,12 +275,26 @@ class Courier:
 
     def _start(self, job_ids: Sequence[str]) -> None:
         """Start claimed jobs, refuse those that can't be run, and hand the rows on."""
-        for held in self._started(self._intake.prepare(job_ids)):
+        for held in self._started(self._one_if_last(self._intake.prepare(job_ids))):
             if held.row.finish is None:
-                blame = held.running.blame
-                self._on_row(held.row, 0 < blame == self._settings.max_crashes - 1)
+                self._on_row(held.row)
             else:
                 self._done.append(held.row)
+
+    def _one_if_last(self, prepared: list[tuple[FencedWrite, Held | None]]) -> list[tuple[FencedWrite, Held | None]]:
+        """All of the prepared jobs; or, if one is on its last attempt, that one alone, once nothing else is in hand.
+
+        Until then it waits in the claim list, from where it returns unblamed if the worker dies. The others go back to
+        the front of the queue.
+        """
+        last = [held for _, held in prepared if held is not None and self._settler.is_last_attempt(held.running)]
+        if not last:
+            return prepared
+        self._one_alone = True
+        back = [held.running.job_id for _, held in reversed(prepared) if held is not None and held is not last[0]]
+        queue_key = self._rq.queue.key
+        self._fences.unclaim([(self._claims_key, job_id, keys.rq_job(job_id), queue_key) for job_id in back])
+        return [(write, held) for write, held in prepared if held is None or (held is last[0] and not self._held)]
 
     def _started(self, prepared: Sequence[tuple[FencedWrite, Held | None]]) -> list[Held]:
         """Send the writes, in one round trip; return the jobs that did start, taken in hand.

@@ -43,7 +43,8 @@ class Held:
 @dataclass(frozen=True, kw_only=True)
 class Returned:
     """A row to be put back into the queue. `failure` says what went wrong, if anything did, and `culprit` that it was
-    certainly because of this row."""
+    certainly because of this row; else it may have been another's fault, and counts only if this one got no further.
+    """
 
     row: Row
     failure: ErrorInfo | None = None
@@ -95,14 +96,19 @@ class Settler:
         """The write that puts a running job back with its tokens so far, or gives it up."""
         blame = None
         if (failure := returned.failure) is not None:
-            innocent = held.has_got_further and not returned.culprit
-            blame = 1 if innocent else held.running.blame + 1
-            if blame >= self._max_crashes:
-                text = f"failed {blame} times, the last with: {failure.message}"
+            running = held.running
+            blame = 0 if returned.culprit else 1 if held.has_got_further else running.blame + 1
+            times = running.crashes + 1 if returned.culprit else blame
+            if times >= self._max_crashes:
+                text = f"failed {times} times, the last with: {failure.message}"
                 return self.failed(held, ErrorInfo(code=failure.code, message=text))
         token_ids = held.row.token_ids
         extra = [self._checkpoint(held, token_ids)] if token_ids else []
         return self._rq.hand_back(held.running, extra, blame=blame)
+
+    def is_last_attempt(self, running: Running) -> bool:
+        """True if a job is given up should its worker die, or hang, once more."""
+        return 0 < running.blame == self._max_crashes - 1
 
     def failed(self, held: Held, error: ErrorInfo) -> FencedWrite:
         """The write for a job in hand that has no output and is not tried again."""

@@ -38,7 +38,7 @@ def run_faulty_worker(url: str, fault: str) -> None:
 
     model.before_pass = at_m
     with redis.Redis.from_url(url, socket_timeout=10) as connection:
-        worker = batch_worker(connection, model, lease_s=2.0, step_timeout_s=1.0, checkpoint_interval_s=0.01)
+        worker = batch_worker(connection, model, lease_s=2.0, step_timeout_s=1.0, checkpoint_interval_s=0.05)
         worker.install_signal_handlers()
         try:
             worker.run()

@@ -401,6 +401,30 @@ def test_a_job_that_workers_die_of_is_given_up(redis_client: redis.Redis) -> Non
         assert result.attempt == 3
 
 
+def test_a_job_on_its_last_attempt_runs_alone(redis_client: redis.Redis) -> None:
+    rows_beside: list[int] = []
+
+    def before_pass(last_ids: list[int]) -> None:
+        if any(ord("A") <= token_id < ord("N") for token_id in last_ids):
+            rows_beside.append(len(last_ids) - 1)
+
+    with producer_for(redis_client) as producer, running_worker(redis_client) as running:
+        running.model.before_pass = before_pass
+        running.model.hold_after = 3
+        before = producer.submit_many([{"prompt": "n", "max_tokens": 10}] * 3, batch="before")
+        wait_until(lambda: not running.model.gate.is_set(), "three steps")
+        fields: dict[str, object] = dict(job_hash(Request(prompt="A", max_tokens=10), queue=QUEUE, batch=None))
+        put_raw(redis_client, "suspect", fields | {"headrace_blame": 2, "headrace_crashes": 2})
+        after = producer.submit_many([{"prompt": "n", "max_tokens": 10}] * 6, batch="after")
+        wait_until(lambda: running.worker._courier._one_alone, "the suspect to be claimed")
+        assert rq_status(redis_client, "suspect") == "queued"  # in the claim list it takes no blame if the worker dies
+        running.model.gate.set()
+        result = producer.job("suspect").result(timeout=20)
+        assert (result.text, result.attempt) == (successors("A", 10), 3)
+        assert [len(list(batch.results(timeout=20))) for batch in (before, after)] == [3, 6]
+    assert set(rows_beside) == {0}
+
+
 def test_a_worker_that_has_lost_its_lease_drops_the_rows_and_goes_on(redis_client: redis.Redis) -> None:
     with producer_for(redis_client) as producer, running_worker(redis_client) as running:
         running.model.gate.clear()

@@ -14,7 +14,7 @@ from multiprocessing.context import ForkServerContext
 def context() -> ForkServerContext:
     """Torch takes seconds to import. Each process is forked off one that has done that and nothing else."""
     made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["faults.soak_worker", "faults.faulty_worker"])
+    made.set_forkserver_preload(["headrace.worker.serve", "headrace.producer"])
     return made
 
 

@@ -33,15 +33,18 @@ from headrace.shared.schema import Result
 MODEL = "tiny"
 UNDISTURBED = "undisturbed"
 DISTURBED = "disturbed"
-_WAVES = 10  # jobs are submitted in so many parts, spread over the time of the faults
 _TICK_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A soak. Faults come for `fault_s` seconds, one about every `fault_every_s`; all follow from `seed`."""
+    """A soak. Faults come for `fault_s` seconds at most, one about every `fault_every_s`; all follow from `seed`.
+
+    Jobs are submitted in so many `waves`, spread over that time.
+    """
 
     jobs: int
+    waves: int = 10
     fault_s: float
     fault_every_s: float
     seed: int = 1
@@ -188,15 +191,17 @@ class Soak:
     def _disturbed(self) -> None:
         start_s = time.monotonic()
         end_s = start_s + self._plan.fault_s
-        size = -(-self._plan.jobs // _WAVES)
-        for wave in range(_WAVES):
-            due_s = start_s + wave * self._plan.fault_s / _WAVES
+        size = -(-self._plan.jobs // self._plan.waves)
+        for wave in range(self._plan.waves):
+            due_s = start_s + wave * self._plan.fault_s / self._plan.waves
             self._later.append((due_s, lambda first=wave * size: self._submit(first, size)))  # type: ignore[misc]
         next_fault_s = start_s + self._plan.fault_every_s
-        while (now := time.monotonic()) < end_s or self._later:
+        done = 0
+        while ((now := time.monotonic()) < end_s and done < self._plan.jobs) or self._later:
             self._do_what_is_due(now)
             self._crew.fill(self._plan.workers)
-            if next_fault_s <= now < end_s:
+            before, done = done, self._num_entries(DISTURBED)
+            if next_fault_s <= now < end_s and done > before:  # a fault hits when work is being done
                 fault = self._rng.choice([self._kill, self._kill, self._freeze, self._stop, self._cut, self._restart])
                 fault()
                 next_fault_s = now + self._plan.fault_every_s * self._rng.uniform(0.5, 1.5)

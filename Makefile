@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 MODEL ?= smollm2-135m
 
-.PHONY: run test lint types check install clean
+.PHONY: run test soak lint types check install clean
 
 install: $(STAMP)
 
@@ -24,6 +24,11 @@ run: $(STAMP)
 test: $(STAMP)
 	$(BIN)/headrace models pull $(MODEL)
 	$(BIN)/python -m pytest
+
+# Jobs under faults, and the books at the end. SOAK="--jobs 1000 --minutes 2 --seed 7" makes it shorter, or another one.
+SOAK ?=
+soak: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m faults.soak $(SOAK)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,4 +1,8 @@
-"""Cancelling: a waiting job gets its result at once; a running one is stopped by its worker, which keeps its text."""
+"""Cancelling: a waiting job gets its result at once; a running one is stopped by its worker, which keeps its text.
+
+The worker is told by RQ's pub/sub, which is fast and may get lost, and by a set that it looks at every second. A mark
+in the job's hash tells whichever worker comes next, should this one die before it has acted.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from headrace.producer.jobs import not_found_text
 from headrace.producer.steps import Call, Command, Steps, text
 from headrace.shared import keys
 from headrace.shared.errors import BatchNotFound, InvalidRequest, JobNotFound
-from headrace.shared.job import RQ_RESULT_TTL_S, Payload, decode_payload
+from headrace.shared.job import CANCEL_FIELD, RQ_RESULT_TTL_S, Payload, decode_payload
 from headrace.shared.outcome import outcome_commands
 from headrace.shared.schema import ErrorCode, ErrorInfo, Result
 
@@ -21,13 +25,21 @@ BATCH_CHUNK = 500
 _RQ_STOPPED = 3  # rq.results.Result.Type.STOPPED
 
 # Replies {status before, worker}. A queued job is settled here and now; its id may stay in the middle of a long queue,
-# because looking for it there would hold the server up. Workers drop an id whose status is not `queued`.
+# because looking for it there would hold the server up. Workers drop an id whose status is not `queued`. A running job
+# is marked for its worker.
 # KEYS: job, RQ's results. ARGV: id, TTL, RQ's TTL, now, type of RQ's entry, then headrace.shared.outcome's commands,
 # each as its length and its words.
 _CANCEL = """
 local status = redis.call('HGET', KEYS[1], 'status')
 if not status then return {'missing', ''} end
-if status ~= 'queued' then return {status, redis.call('HGET', KEYS[1], 'worker_name') or ''} end
+if status == 'started' then
+  local worker = redis.call('HGET', KEYS[1], 'worker_name') or ''
+  redis.call('HSET', KEYS[1], 'MARK', 1)
+  redis.call('SADD', 'CANCELS' .. worker, ARGV[1])
+  redis.call('EXPIRE', 'CANCELS' .. worker, 3600)
+  return {status, worker}
+end
+if status ~= 'queued' then return {status, ''} end
 local id, ttl, now = ARGV[1], ARGV[2], tonumber(ARGV[4])
 local name = redis.call('HGET', KEYS[1], 'origin') or ''
 local queue, cancelled = 'rq:queue:' .. name, 'rq:canceled:' .. name
@@ -49,7 +61,7 @@ while at <= #ARGV do
   at = at + words + 1
 end
 return {'queued', ''}
-"""
+""".replace("MARK", CANCEL_FIELD).replace("CANCELS", keys.cancels(""))
 _CANCEL_SHA = hashlib.sha1(_CANCEL.encode(), usedforsecurity=False).hexdigest()
 
 

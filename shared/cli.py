@@ -16,7 +16,7 @@ _GROUP = "headrace.commands"
 class _Failure(click.ClickException):
     """An error that is shown as one line; the exit code says that nothing could be run."""
 
-    exit_code = 2
+    exit_code = HeadraceError.exit_code
 
     def show(self, file: Any = None) -> None:
         click.echo(f"headrace: error: {self.format_message()}", err=True)
@@ -40,7 +40,8 @@ class _Commands(click.Group):
             refuse_unknown_variables()
             return super().invoke(ctx)
         except HeadraceError as error:
-            raise _Failure(str(error)) from error
+            _Failure(str(error)).show()
+            raise click.exceptions.Exit(error.exit_code) from error
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("headrace"):
                 raise

@@ -8,12 +8,15 @@ HeadraceError
 ├── InvalidRequest           one request is wrong; others are not affected
 ├── BatchExists / BatchNotFound / JobNotFound
 ├── ResultTimeout            no result within the time asked for (also a TimeoutError)
-└── ModelError               a model can't be found, fetched, read or run
+├── ModelError               a model can't be found, fetched, read or run
+└── EngineFailure            a worker's engine fails or hangs; the process is to be started anew
 """
 
 
 class HeadraceError(Exception):
-    """Base of all errors that headrace raises on purpose."""
+    """Base of all errors that headrace raises on purpose. `exit_code` is that of a command which it ends."""
+
+    exit_code = 2
 
 
 class SettingsError(HeadraceError):
@@ -54,6 +57,12 @@ class JobNotFound(HeadraceError):
 
 class ResultTimeout(HeadraceError, TimeoutError):
     """The result did not arrive within the time asked for."""
+
+
+class EngineFailure(HeadraceError):
+    """A worker's engine fails whatever it runs, or hangs. Its jobs are handed back; a supervisor should restart it."""
+
+    exit_code = 3
 
 
 class ModelError(HeadraceError):

@@ -22,6 +22,8 @@ MAX_DATA_BYTES = 64 * 2**20
 # RQ's own cleanup, which acts only when no headrace worker is alive, puts a job back that has retries left.
 RETRIES = 3
 NO_TIMEOUT = -1
+# In a running job's hash: somebody wants it cancelled. It stays until the job's result, whichever worker writes that.
+CANCEL_FIELD = "headrace_cancel"
 RQ_RESULT_TTL_S = 600
 
 

@@ -6,9 +6,10 @@ headrace:batch:{name}              hash    producer, worker    result TTL after 
 headrace:batch:{name}:done         stream  worker or producer  as the batch
 headrace:batch:{name}:jobs         list    producer            as the batch
 headrace:batches                   zset    producer            always; names by creation time, the newest 10,000
-headrace:checkpoint:{job_id}       string  worker              while the job runs
+headrace:checkpoint:{job_id}       string  worker              until the job's result, at most the result TTL
 headrace:workers                   set     worker              while any worker is known
 headrace:lease:{worker}            string  worker              the lease
+headrace:cancels:{worker}          set     producer            an hour; ids of running jobs that are to be cancelled
 headrace:claims:{worker}           list    worker              while jobs are claimed and not yet started
 
 RQ's own (rq:queue:…, rq:job:…, rq:queues, rq:results:…) keep RQ's types and lifetimes.
@@ -57,6 +58,10 @@ def checkpoint(job_id: str) -> str:
 
 def lease(worker: str) -> str:
     return f"{PREFIX}lease:{worker}"
+
+
+def cancels(worker: str) -> str:
+    return f"{PREFIX}cancels:{worker}"
 
 
 def claims(worker: str) -> str:

@@ -29,8 +29,14 @@ def outcome_of(result: Result) -> Outcome:
 
 
 def outcome_commands(result: Result, ttl_s: int) -> list[Command]:
-    """SET the result and, if it belongs to a batch, add it to the batch's stream and counts. All live `ttl_s`."""
-    commands: list[Command] = [("SET", keys.result(result.job_id), result.to_json(), "EX", ttl_s)]
+    """SET the result and, if it belongs to a batch, add it to the batch's stream and counts. All live `ttl_s`.
+
+    Whatever the job's checkpoint held is in the result, or of no more use.
+    """
+    commands: list[Command] = [
+        ("SET", keys.result(result.job_id), result.to_json(), "EX", ttl_s),
+        ("DEL", keys.checkpoint(result.job_id)),
+    ]
     if result.batch is None:
         return commands
     batch, done, outcome = keys.batch(result.batch), keys.batch_done(result.batch), outcome_of(result)

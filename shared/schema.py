@@ -25,6 +25,7 @@ MAX_STOP_STRINGS = 64
 # Readers of JSON give up at some depth, the strictest of ours at 200: what is accepted must be readable in a result.
 MAX_DEPTH = 64
 _INT64_MAX = 2**63 - 1
+_MAX_UNIX_TIME = 253_402_300_799.0  # the end of the year 9999: whoever sends milliseconds is told so
 
 
 class FinishReason(StrEnum):
@@ -120,7 +121,10 @@ class Request(_Input):
     """One generation request. The names are those of the OpenAI and vLLM APIs.
 
     `seed` fixes the randomness; without it the job's id does, so that a job that is run again gives the same
-    text. The fields from `repetition_penalty` on are part of the contract but only their neutral values are
+    text. `timeout` is in seconds from when a worker starts the job, `expires_at` in Unix seconds; what has not finished
+    by the earlier of them ends there with what text it has.
+
+    The fields from `repetition_penalty` on are part of the contract but only their neutral values are
     accepted by this version.
     """
 
@@ -143,6 +147,8 @@ class Request(_Input):
     )
     ignore_eos: bool = False
     metadata: JsonObject | None = None
+    timeout: float | None = Field(None, gt=0)
+    expires_at: float | None = Field(None, gt=0, le=_MAX_UNIX_TIME)
 
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -261,11 +267,15 @@ class Output(_Wire):
 
 
 class Usage(_Wire):
-    """Tokens counted: the prompt's, the generated ones, and those of the prompt read from a cache."""
+    """Tokens counted: the prompt's, the generated ones, and those of the prompt read from a cache.
+
+    `resumed_tokens` of the generated ones come from a checkpoint: an earlier attempt had made them.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    resumed_tokens: int = 0
 
 
 class Timing(_Wire):

@@ -43,20 +43,29 @@ def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = DEAD
 
 
 class SuccessorModel:
-    """The next token is the last one plus one. `gate` is passed at every pass; clear it to hold the engine up."""
+    """The next token is the last one plus one. `gate` is passed at every pass; clear it to hold the engine up.
+
+    After `hold_after` passes it is cleared by itself.
+    """
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
         self.rows_of_steps: list[int] = []  # those that got a token
+        self.hold_after: int | None = None
         self.fail_with: Exception | None = None
+        self.before_pass: Callable[[list[int]], None] = lambda last_ids: None  # told what each row feeds in
 
     def forward(self, tokens: PackedTokens, cache: KVCache) -> Tensor:
         assert self.gate.wait(DEADLINE_S)
         self.rows_of_steps.append(len(tokens.last))
+        if len(self.rows_of_steps) == self.hold_after:
+            self.gate.clear()
         if self.fail_with is not None:
             raise self.fail_with
-        return torch.nn.functional.one_hot((tokens.token_ids[tokens.last] + 1) % 256, VOCAB).float() * 50
+        last_ids = tokens.token_ids[tokens.last]
+        self.before_pass(last_ids.tolist())
+        return torch.nn.functional.one_hot((last_ids + 1) % 256, VOCAB).float() * 50
 
 
 class ByteCodec:
@@ -81,29 +90,43 @@ class ByteCodec:
         return chr(token_id)
 
 
+def batch_worker(
+    connection: redis.Redis, model: SuccessorModel, *, slots: int = 4, max_context: int = 64, **settings: Any
+) -> BatchWorker:
+    """A worker on the fake model."""
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        hidden_size=4,
+        intermediate_size=4,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=4,
+        max_positions=max_context,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+    )
+    cache = KVCache(config, num_slots=slots, max_context=max_context, dtype=torch.float32, device=torch.device("cpu"))
+    runner = Runner(ByteCodec(), model_name=MODEL, max_context=max_context)
+    settings = {"lease_s": 2.0, "drain_timeout_s": DEADLINE_S, **settings}
+    return BatchWorker(connection, Engine(model, cache), runner, QueueSettings(**settings))
+
+
 class WorkerThread:
     """One running worker."""
 
-    def __init__(self, connection: redis.Redis, *, slots: int, max_context: int, **settings: Any) -> None:
-        self.model = SuccessorModel()
-        config = ModelConfig(
-            vocab_size=VOCAB,
-            hidden_size=4,
-            intermediate_size=4,
-            num_layers=1,
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=4,
-            max_positions=max_context,
-            norm_eps=1e-5,
-            rope_theta=1e4,
-        )
-        cache = KVCache(
-            config, num_slots=slots, max_context=max_context, dtype=torch.float32, device=torch.device("cpu")
-        )
-        runner = Runner(ByteCodec(), model_name=MODEL, max_context=max_context)
-        settings = {"lease_s": 2.0, "drain_timeout_s": DEADLINE_S, **settings}
-        self.worker = BatchWorker(connection, Engine(self.model, cache), runner, QueueSettings(**settings))
+    def __init__(
+        self,
+        connection: redis.Redis,
+        *,
+        slots: int = 4,
+        max_context: int = 64,
+        model: SuccessorModel | None = None,
+        **settings: Any,
+    ) -> None:
+        self.model = model or SuccessorModel()
+        self.worker = batch_worker(connection, self.model, slots=slots, max_context=max_context, **settings)
+        self._connection = connection
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -121,13 +144,16 @@ class WorkerThread:
         if self.error is not None:
             raise self.error
 
+    def pretend_to_die(self) -> None:
+        """As good as killed while a step is held up: it renews nothing, and its rows stand still."""
+        self.worker._keeper.leave()
+        self._connection.delete(self.worker._lease.key)
+
 
 @contextmanager
-def running_worker(
-    connection: redis.Redis, *, slots: int = 4, max_context: int = 64, **settings: Any
-) -> Iterator[WorkerThread]:
-    """A worker that is stopped at the end of the block."""
-    running = WorkerThread(connection, slots=slots, max_context=max_context, **settings)
+def running_worker(connection: redis.Redis, **settings: Any) -> Iterator[WorkerThread]:
+    """A worker that is stopped at the end of the block; it takes what WorkerThread does."""
+    running = WorkerThread(connection, **settings)
     try:
         yield running
     finally:

@@ -10,23 +10,28 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from types import FrameType
 
 import redis
 
 from headrace.shared import keys
-from headrace.shared.schema import FinishReason
-from headrace.worker.courier import Courier, Returned
+from headrace.shared.errors import EngineFailure
+from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason
+from headrace.worker.bisection import isolate, works
+from headrace.worker.courier import Courier
 from headrace.worker.engine.generate import Engine
 from headrace.worker.engine.rows import Row, now_s
 from headrace.worker.fence import Fences
 from headrace.worker.keeper import Keeper
 from headrace.worker.lease import Lease
+from headrace.worker.memory import is_out_of_memory, release_unused_memory
 from headrace.worker.recovery import Recovery
 from headrace.worker.rq_adapter import RqWorker, Running
 from headrace.worker.runner import Runner
 from headrace.worker.settings import QueueSettings
-from headrace.worker.settle import Settler
+from headrace.worker.settle import Returned, Settler, unforeseen
+from headrace.worker.watchdog import Watchdog
 
 logger = logging.getLogger("headrace.worker")
 
@@ -40,6 +45,11 @@ def worker_name() -> str:
     return f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
+def _failure(error: Exception) -> ErrorInfo:
+    info = unforeseen(error)
+    return info.model_copy(update={"code": ErrorCode.OUT_OF_MEMORY}) if is_out_of_memory(error) else info
+
+
 class BatchWorker:
     """One engine, one queue. `run` returns when the worker is told to stop or, in burst mode, the queue is empty."""
 
@@ -47,8 +57,10 @@ class BatchWorker:
         self.name = worker_name()
         self._engine = engine
         self._settings = settings
+        self._watchdog = Watchdog(settings.step_timeout_s, self._abandon)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stop_by_s: float | None = None
+        self._checkpoint_due_s = now_s() + (settings.checkpoint_interval_s or inf)
         self._stops_asked = 0
         self._cancelled_early: deque[str] = deque(maxlen=256)
         self._queue = settings.queue or keys.queue_name(runner.model_name)
@@ -62,7 +74,7 @@ class BatchWorker:
             on_shutdown=self.ask_to_stop,
         )
         self._lease = Lease(connection, self.name, settings.lease_s)
-        settler = Settler(self._rq, runner, result_ttl_s=settings.result_ttl_s)
+        settler = Settler(self._rq, runner, result_ttl_s=settings.result_ttl_s, max_crashes=settings.max_crashes)
         self._courier = Courier(
             connection,
             self._rq,
@@ -82,6 +94,7 @@ class BatchWorker:
             self._recovery,
             lease_s=settings.lease_s,
             on_lost=lambda running: self._inbox.put(lambda: self._lose(running)),
+            on_cancel=lambda job_id: self._inbox.put(lambda: self._cancel(job_id)),
         )
 
     @property
@@ -112,11 +125,13 @@ class BatchWorker:
         self._rq.enter()
         self._keeper.start()
         self._courier.start()
+        self._watchdog.start()
         logger.info("worker %s takes jobs from queue %s", self.name, self._queue)
         try:
             while not self._is_done():
                 self._take_in()
                 self._step()
+                self._checkpoint()
         finally:
             self._leave()
 
@@ -134,10 +149,51 @@ class BatchWorker:
         if not self._engine.num_rows:
             return
         try:
-            self._courier.settle(self._engine.step())
+            self._courier.settle(self._watched_step())
         except Exception as error:  # whatever the device or the model raises, the jobs must not be lost with it
-            logger.exception("a step failed; its %d jobs go back into the queue", self._engine.num_rows)
-            self._put_back(f"{type(error).__name__}: {error}")
+            self._recover(error)
+
+    def _watched_step(self) -> list[Row]:
+        with self._watchdog.watching():
+            return self._engine.step()
+
+    def _recover(self, error: Exception) -> None:
+        """After a failed step: let each row go on, but those that can't be run. Raises EngineFailure if none can."""
+        rows = self._engine.drop_all()
+        self._courier.settle([row for row in rows if row.finish is not None])
+        live = [row for row in rows if row.finish is None]
+        if is_out_of_memory(error):
+            release_unused_memory()
+            if len(live) > 1:
+                self._shrink(live)
+                return
+        logger.error("a step with %d rows failed", len(live), exc_info=error)
+        broken = works(self._engine, self._watched_step)
+        if broken is not None:
+            self._courier.put_back([Returned(row=row) for row in live])
+            raise EngineFailure(f"the engine fails whatever it runs; its jobs are back in the queue: {broken}")
+        found = isolate(self._engine, self._watched_step, live, suspects=self._courier.failed_before())
+        self._courier.settle(found.done)
+        self._courier.put_back(
+            [Returned(row=row, failure=_failure(error), culprit=True) for row, error in found.culprits]
+        )
+        for row in found.rest:
+            self._engine.submit(row)
+
+    def _shrink(self, rows: list[Row]) -> None:
+        """Memory does not suffice for so many rows: put them back, and hold half as many from now on."""
+        fewer = len(rows) // 2
+        logger.error(
+            "out of memory with %d rows; they go back into the queue, and at most %d run now", len(rows), fewer
+        )
+        self._courier.limit(fewer)
+        self._courier.put_back([Returned(row=row) for row in rows])
+
+    def _checkpoint(self) -> None:
+        now = now_s()
+        if now >= self._checkpoint_due_s:
+            self._courier.snapshot()
+            self._checkpoint_due_s = now + (self._settings.checkpoint_interval_s or inf)
 
     def _is_done(self) -> bool:
         if not self._courier.is_alive:
@@ -163,7 +219,7 @@ class BatchWorker:
             self._engine.end(row.row_id, FinishReason.CANCELLED)
 
     def _cancel(self, job_id: str) -> None:
-        if not self._engine.end(job_id, FinishReason.CANCELLED):
+        if not self._engine.end(job_id, FinishReason.CANCELLED) and job_id not in self._cancelled_early:
             self._cancelled_early.append(job_id)  # it may be on its way here
 
     def _lose(self, running: Running) -> None:
@@ -172,14 +228,27 @@ class BatchWorker:
             logger.warning("job %s has moved on; dropped its row", running.job_id)
             self._engine.drop(running.job_id)
 
-    def _put_back(self, failure: str | None) -> None:
-        self._courier.put_back([Returned(row=row, failure=failure) for row in self._engine.drop_all()])
+    def _abandon(self) -> None:
+        """The engine hangs, and its thread with it: hand all jobs back from this one, and end the process."""
+        try:
+            self._courier.leave()
+            text = f"a step did not come back for {self._settings.step_timeout_s:g} s"
+            self._courier.put_all_back(ErrorInfo(code=ErrorCode.INTERNAL_ERROR, message=text))
+            self._sign_off()
+        finally:
+            os._exit(EngineFailure.exit_code)
 
     def _leave(self) -> None:
         """Hand back what is in hand and sign off, so that no job waits for the lease to run out."""
+        self._watchdog.leave()
         self._courier.leave()
         self._take_in()  # rows that were on their way
-        self._put_back(None)
+        rows = self._engine.drop_all()
+        self._courier.settle([row for row in rows if row.finish is not None])
+        self._courier.put_back([Returned(row=row) for row in rows if row.finish is None])
+        self._sign_off()
+
+    def _sign_off(self) -> None:
         self._courier.write_rest()
         self._keeper.leave()
         try:

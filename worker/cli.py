@@ -13,7 +13,15 @@ from headrace.shared import environment
 from headrace.shared.connection import DEFAULT_URL
 from headrace.shared.environment import DEFAULT_MODEL, DEFAULT_RESULT_TTL_S
 from headrace.shared.errors import SettingsError
-from headrace.worker.settings import DTYPES, QUANTIZATIONS, EngineSettings, Limits, QueueSettings
+from headrace.worker.settings import (
+    DEFAULT_CHECKPOINT_INTERVAL_S,
+    DEFAULT_STEP_TIMEOUT_S,
+    DTYPES,
+    QUANTIZATIONS,
+    EngineSettings,
+    Limits,
+    QueueSettings,
+)
 
 
 @click.command(short_help="Take jobs from a queue and run them as one batch.")
@@ -62,6 +70,24 @@ from headrace.worker.settings import DTYPES, QUANTIZATIONS, EngineSettings, Limi
     help="Seconds that running jobs have to finish after SIGTERM; the rest goes back into the queue.",
 )
 @click.option(
+    "--checkpoint-interval",
+    "checkpoint_interval_s",
+    type=float,
+    envvar=environment.CHECKPOINT_INTERVAL,
+    default=DEFAULT_CHECKPOINT_INTERVAL_S,
+    show_default=True,
+    help="Seconds between two notes of how far the running jobs are, from which other workers go on; 0 for none.",
+)
+@click.option(
+    "--step-timeout",
+    "step_timeout_s",
+    type=float,
+    envvar=environment.STEP_TIMEOUT,
+    default=DEFAULT_STEP_TIMEOUT_S,
+    show_default=True,
+    help="Seconds after which a step counts as hung: the jobs go back and the worker exits with code 3.",
+)
+@click.option(
     "--result-ttl",
     "result_ttl_s",
     type=int,
@@ -108,6 +134,8 @@ def worker(
     max_context: int | None,
     lease_s: float,
     drain_timeout_s: float,
+    checkpoint_interval_s: float,
+    step_timeout_s: float,
     result_ttl_s: int,
     limit_payload_bytes: int,
     limit_max_tokens: int | None,
@@ -136,6 +164,8 @@ def worker(
         queue=queue,
         lease_s=lease_s,
         drain_timeout_s=drain_timeout_s,
+        checkpoint_interval_s=checkpoint_interval_s,
+        step_timeout_s=step_timeout_s,
         burst=burst,
         result_ttl_s=result_ttl_s,
     )

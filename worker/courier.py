@@ -9,27 +9,22 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any
 
 import redis
 
 from headrace.shared import keys
-from headrace.shared.errors import InvalidRequest
-from headrace.shared.job import decode_payload
-from headrace.shared.schema import ErrorCode, ErrorInfo, parse_request
+from headrace.shared.schema import ErrorInfo
 from headrace.worker.engine.rows import Row, now_s
-from headrace.worker.fence import FencedWrite, Fences, Verdict, execute
+from headrace.worker.fence import FencedWrite, Fences, Verdict
+from headrace.worker.intake import Intake
 from headrace.worker.lease import Lease
 from headrace.worker.recovery import readable_job_ids
-from headrace.worker.rq_adapter import Claimed, MalformedJob, RqWorker, Running
-from headrace.worker.runner import Rejected, Runner
+from headrace.worker.rq_adapter import RqWorker, Running
+from headrace.worker.runner import Runner
 from headrace.worker.settings import QueueSettings
-from headrace.worker.settle import Held, Settler, place_of, unforeseen
+from headrace.worker.settle import Held, Returned, Settler, place_of, unforeseen
 
 logger = logging.getLogger("headrace.worker")
 
@@ -39,18 +34,13 @@ _MAX_BACKOFF_S = 5.0
 _GIVE_UP_S = 15.0  # on leaving: how long to keep trying to write what is left
 
 
-@dataclass(frozen=True, kw_only=True)
-class Returned:
-    """A row to be put back into the queue. `failure` says what went wrong with it, if anything did."""
-
-    row: Row
-    failure: str | None = None
-
-
 class Courier:
     """Owns the jobs in hand: from the claim until the result is stored or the job is put back.
 
     `capacity` is how many jobs it may hold; `on_row` takes each prepared row, in this thread.
+
+    A worker that dies takes all its jobs along, and nobody can tell which of them it died of. So a job on the last of
+    its attempts runs alone: if it is innocent it finishes, and only the one that workers die of is given up.
     """
 
     def __init__(
@@ -70,16 +60,18 @@ class Courier:
         self._rq = rq
         self._fences = fences
         self._lease = lease
-        self._runner = runner
         self._settler = settler
         self._settings = settings
         self._capacity = capacity
         self._on_row = on_row
         self._claims_key = keys.claims(rq.name)
+        self._intake = Intake(connection, rq, runner, settler, claims_key=self._claims_key)
         self._held: dict[str, Held] = {}
         self._lock = threading.Lock()  # over _held
         self._done: deque[Row] = deque()
         self._returned: deque[Returned] = deque()
+        self._one_alone = False  # a job on its last attempt is in hand, or will be once nothing else is
+        self._snapshot: list[tuple[Held, list[int]]] = []
         self._wake = threading.Event()
         self._claiming = True
         self._leaving = False
@@ -104,6 +96,31 @@ class Courier:
         """Take rows that will not be finished here; their jobs go back to the front of the queue."""
         self._returned.extend(returned)
         if returned:
+            self._wake.set()
+
+    def limit(self, capacity: int) -> None:
+        """Hold at most so many jobs from now on."""
+        self._capacity = min(self._capacity, capacity)
+
+    def failed_before(self) -> frozenset[str]:
+        """Ids of the jobs in hand of which an earlier attempt has failed."""
+        with self._lock:
+            return frozenset(job_id for job_id, held in self._held.items() if held.running.crashes)
+
+    def put_all_back(self, failure: ErrorInfo) -> None:
+        """Put back all jobs in hand, whoever has their rows, except those that are done."""
+        with self._lock:
+            rows = [held.row for held in self._held.values() if held.row.finish is None]
+        self.put_back([Returned(row=row, failure=failure) for row in rows])
+
+    def snapshot(self) -> None:
+        """Note how far the running jobs are; that is stored soon. Call it between two steps."""
+        with self._lock:
+            held = list(self._held.values())
+        self._snapshot = [
+            (each, each.row.token_ids.copy()) for each in held if each.row.finish is None and each.has_got_further
+        ]
+        if self._snapshot:
             self._wake.set()
 
     def stop_claiming(self) -> None:
@@ -171,8 +188,8 @@ class Courier:
                 self._wait_for_work()
 
     def _round(self) -> bool:
-        """Settle, put back, claim; False if there was nothing to do."""
-        worked = self._settle_done() + self._return_rows()
+        """Settle, put back, checkpoint, claim; False if there was nothing to do."""
+        worked = self._settle_done() + self._return_rows() + self._write_checkpoints()
         if self._claiming:
             worked += self._claim()
         self._rq.show_busy(bool(self._held))
@@ -215,39 +232,31 @@ class Courier:
             return self._settler.finished(held, row)
         except Exception as error:  # whatever it is, the results of the others must not wait for it
             logger.error("the result of job %s could not be made: %s", row.row_id, place_of(error))
-            return self._settler.given_up(
-                held.running, unforeseen(error), batch=held.batch, body={"id": held.request.id}
-            )
+            return self._settler.failed(held, unforeseen(error))
 
     def _return_rows(self) -> int:
         returned = list(self._returned)
-        writes = [self._return_write(each) for each in reversed(returned)]  # reversed: each goes to the front
-        self._fences.finish([write for write in writes if write is not None])
+        pairs = [(self._held.get(each.row.row_id), each) for each in reversed(returned)]  # each goes to the front
+        self._fences.finish([self._settler.returned(held, each) for held, each in pairs if held is not None])
         for each in returned:
             self._forget(each.row.row_id)
             self._returned.popleft()
         return len(returned)
 
-    def _return_write(self, returned: Returned) -> FencedWrite | None:
-        held = self._held.get(returned.row.row_id)
-        if held is None:
-            return None
-        attempts = held.running.crashes + 1
-        if returned.failure is None or attempts < self._settings.max_crashes:
-            return self._rq.hand_back(held.running, crashed=returned.failure is not None)
-        error = ErrorInfo(
-            code=ErrorCode.INTERNAL_ERROR, message=f"failed {attempts} times, the last with: {returned.failure}"
-        )
-        body = {"id": held.request.id}
-        return self._settler.given_up(held.running, error, batch=held.batch, body=body)
+    def _write_checkpoints(self) -> int:
+        snapshot, self._snapshot = self._snapshot, []
+        in_hand = [(held, ids) for held, ids in snapshot if self._held.get(held.row.row_id) is held]
+        self._fences.finish([self._settler.checkpoint(held, ids) for held, ids in in_hand])
+        return len(in_hand)
 
     def _forget(self, job_id: str) -> None:
         with self._lock:
             self._held.pop(job_id, None)
 
     def _claim(self) -> int:
+        self._one_alone = self._one_alone and bool(self._held)
         room = self._capacity - len(self._held)
-        if room <= 0:
+        if room <= 0 or self._one_alone:
             return 0
         raw_ids = self._fences.claim(
             queue_key=self._rq.queue.key,
@@ -265,59 +274,49 @@ class Courier:
         return len(raw_ids)
 
     def _start(self, job_ids: Sequence[str]) -> None:
-        """Read, check and tokenize claimed jobs, then start the good ones and fail the bad ones, in one round trip."""
-        with self._connection.pipeline(transaction=False) as pipeline:
-            for job_id in job_ids:
-                pipeline.hgetall(keys.rq_job(job_id))
-            hashes = execute(pipeline)
-        writes: list[FencedWrite] = []
-        prepared: list[tuple[Held, Row] | None] = []
-        for job_id, fields in zip(job_ids, hashes, strict=True):
-            if not fields or isinstance(fields, redis.ResponseError):  # deleted while it waited, or never a job
-                self._connection.lrem(self._claims_key, 1, job_id)
-                continue
-            write, ready = self._prepare(job_id, fields)
-            writes.append(write)
-            prepared.append(ready)
-        for ready, verdict in zip(prepared, self._fences.start(writes), strict=True):
-            if ready is None or verdict is not Verdict.DONE:
-                continue
-            held, row = ready
-            with self._lock:
-                self._held[row.row_id] = held
-            self._on_row(row)
+        """Start claimed jobs, refuse those that can't be run, and hand the rows on."""
+        for held in self._started(self._one_if_last(self._intake.prepare(job_ids))):
+            if held.row.finish is None:
+                self._on_row(held.row)
+            else:
+                self._done.append(held.row)
 
-    def _prepare(self, job_id: str, fields: dict[bytes, bytes]) -> tuple[FencedWrite, tuple[Held, Row] | None]:
-        """The write that starts or refuses a claimed job and, if it starts, the job in hand and its row."""
-        body: Any = None
-        batch: str | None = None
+    def _one_if_last(self, prepared: list[tuple[FencedWrite, Held | None]]) -> list[tuple[FencedWrite, Held | None]]:
+        """All of the prepared jobs; or, if one is on its last attempt, that one alone, once nothing else is in hand.
+
+        Until then it waits in the claim list, from where it returns unblamed if the worker dies. The others go back to
+        the front of the queue.
+        """
+        last = [held for _, held in prepared if held is not None and self._settler.is_last_attempt(held.running)]
+        if not last:
+            return prepared
+        self._one_alone = True
+        back = [held.running.job_id for _, held in reversed(prepared) if held is not None and held is not last[0]]
+        queue_key = self._rq.queue.key
+        self._fences.unclaim([(self._claims_key, job_id, keys.rq_job(job_id), queue_key) for job_id in back])
+        return [(write, held) for write, held in prepared if held is None or (held is last[0] and not self._held)]
+
+    def _started(self, prepared: Sequence[tuple[FencedWrite, Held | None]]) -> list[Held]:
+        """Send the writes, in one round trip; return the jobs that did start, taken in hand.
+
+        A start whose answer was lost is refused when it is sent again, by us or by the client's own retries. Whether
+        the job runs under the execution that was made for it tells the one refusal from the other.
+        """
         try:
-            claimed = self._rq.read(job_id, fields)
-            payload = decode_payload(claimed.data, self._runner.limits.payload_bytes)
-            body, batch = payload.request, payload.batch
-            request = parse_request(body)
-            row = self._runner.row(request, job_id, deadline_s=_deadline_s(claimed))
-            running, write = self._rq.start(claimed, self._claims_key)
-        except Exception as error:  # whatever it is, one bad job must not stop the others
-            info = _refusal(error, job_id)
-            return self._settler.rejected(job_id, info, batch=batch, body=body, claims_key=self._claims_key), None
-        held = Held(running=running, request=request, batch=batch, started_at=datetime.now(UTC))
-        return write, (held, row)
+            verdicts = self._fences.start([write for write, _ in prepared])
+            jobs = [(held, verdict) for (_, held), verdict in zip(prepared, verdicts, strict=True) if held is not None]
+            doubtful = [held for held, verdict in jobs if verdict is Verdict.REFUSED]
+            confirmed = self._fences.finish([self._rq.add(held.running, []) for held in doubtful])
+        except redis.RedisError:
+            lost = [held for _, held in prepared if held is not None and held.row.row_id not in self._held]
+            self._take_in_hand(lost)
+            self._returned.extend(Returned(row=held.row) for held in lost)  # fenced: only what has started goes back
+            raise
+        jobs += zip(doubtful, confirmed, strict=True)
+        started = [held for held, verdict in jobs if verdict is Verdict.DONE]
+        self._take_in_hand(started)
+        return started
 
-
-def _refusal(error: Exception, job_id: str) -> ErrorInfo:
-    """What the result of a job says that could not be prepared."""
-    if isinstance(error, Rejected):
-        return error.error
-    if isinstance(error, InvalidRequest):
-        return ErrorInfo(code=ErrorCode.INVALID_REQUEST, message=str(error), param=error.param)
-    if isinstance(error, MalformedJob):
-        return ErrorInfo(code=ErrorCode.INVALID_REQUEST, message=f"the job's hash can't be read: {error}")
-    logger.error("job %s could not be prepared: %s", job_id, place_of(error))
-    return unforeseen(error)
-
-
-def _deadline_s(claimed: Claimed) -> float | None:
-    """RQ's timeout of a job counts from its start; -1 and none at all mean no limit."""
-    timeout_s = claimed.job.timeout
-    return time.monotonic() + timeout_s if timeout_s and timeout_s > 0 else None
+    def _take_in_hand(self, jobs: Sequence[Held]) -> None:
+        with self._lock:
+            self._held.update({held.row.row_id: held for held in jobs})

@@ -18,10 +18,15 @@ logger = logging.getLogger("headrace.worker")
 
 _RQ_BEAT_S = EXECUTION_TTL_S / 5
 _EXPIRED_SWEEP_S = 30.0
+_LOOK_S = 1.0
 
 
 class Keeper:
-    """Beats three times a lease. `on_lost` is told of each job that this worker holds no longer."""
+    """Beats three times a lease, and looks for what has been cancelled every second.
+
+    `on_lost` is told of each job that this worker holds no longer, `on_cancel` of each id that is to be cancelled, at
+    every look until the job has ended.
+    """
 
     def __init__(
         self,
@@ -32,6 +37,7 @@ class Keeper:
         *,
         lease_s: float,
         on_lost: Callable[[Running], None],
+        on_cancel: Callable[[str], None],
     ) -> None:
         self._lease = lease
         self._rq = rq
@@ -39,6 +45,8 @@ class Keeper:
         self._recovery = recovery
         self._beat_s = lease_s / 3
         self._on_lost = on_lost
+        self._on_cancel = on_cancel
+        self._beat_due_s = 0.0
         self._rq_beat_due_s = 0.0
         self._sweep_due_s = 0.0
         self._halt = threading.Event()
@@ -56,12 +64,21 @@ class Keeper:
     def _run(self) -> None:
         while not self._halt.is_set():
             try:
-                self.beat()
+                self.look()
             except redis.RedisError as error:
                 logger.warning("a heartbeat failed: %s", error)
             except Exception:  # a worker that no longer beats would lose its jobs
                 logger.exception("a heartbeat failed")
-            self._halt.wait(self._beat_s)
+            self._halt.wait(min(_LOOK_S, self._beat_s))
+
+    def look(self) -> None:
+        """Cancel what is to be cancelled, and beat if it is time. A beat that fails is tried again at the next look."""
+        now = now_s()
+        if now >= self._beat_due_s:
+            self.beat()
+            self._beat_due_s = now + self._beat_s
+        for job_id in self._rq.cancelled():
+            self._on_cancel(job_id)
 
     def beat(self) -> None:
         """Renew the lease, notice lost jobs, take over those of dead workers; now and then RQ's own duties."""

@@ -85,10 +85,10 @@ class Recovery:
         return sum(verdict is Verdict.DONE for verdict in verdicts)
 
     def _write(self, running: Running) -> FencedWrite:
-        crashes = running.crashes + 1
-        if crashes < self._max_crashes:
-            return self._rq.hand_back(running, crashed=True)
-        text = f"{crashes} workers died while running this job; it is not tried again"
+        blame = running.blame + 1
+        if blame < self._max_crashes:
+            return self._rq.hand_back(running, blame=blame)
+        text = f"{blame} workers died while running this job, which got no further; it is not tried again"
         try:
             payload = decode_payload(running.data)
             body, batch = payload.request, payload.batch

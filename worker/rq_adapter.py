@@ -30,11 +30,13 @@ from rq.worker_registration import clean_worker_registry
 
 from headrace.shared import keys
 from headrace.shared.connection import as_text
+from headrace.shared.job import CANCEL_FIELD
 from headrace.worker.fence import Command, FencedWrite, Fences, commands_of, execute
 
 # How long RQ believes in a job without hearing of it: the fallback for when no headrace worker is alive.
 EXECUTION_TTL_S = 90
-CRASHES_FIELD = "headrace_crashes"
+CRASHES_FIELD = "headrace_crashes"  # attempts that have failed
+BLAME_FIELD = "headrace_blame"  # of these, the last ones in a row in which the job got no further
 _MAINTENANCE_INTERVAL_S = 600
 # What RQ would decode for itself, without a limit, and what nothing here reads.
 _UNREAD_FIELDS = (b"data", b"exc_info", b"result", b"meta", b"webhooks")
@@ -51,12 +53,14 @@ class MalformedJob(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A started job: RQ's job and execution, its call as stored, and how often a worker died with it."""
+    """A started job: RQ's job and execution, its call as stored, and how many attempts have failed, `blame` of them
+    since it last got any further."""
 
     job: Job
     execution: Execution
     data: bytes
     crashes: int
+    blame: int
 
     @property
     def job_id(self) -> str:
@@ -65,11 +69,13 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True)
 class Claimed:
-    """A claimed job, read from its hash."""
+    """A claimed job, read from its hash. `cancelled` while another worker ran it, which did not come to act on it."""
 
     job: Job
     data: bytes
     crashes: int
+    blame: int
+    cancelled: bool
 
 
 def job_id_of(raw: bytes | str) -> str | None:
@@ -168,10 +174,18 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             job.restore({**fields, **dict.fromkeys(_UNREAD_FIELDS, b"")})
             job.origin = self.queue.name
             crashes = int(fields.get(CRASHES_FIELD.encode(), b"0"))
-            _check_range(CRASHES_FIELD, crashes, 0, _MAX_CRASHES)
+            blame = int(fields.get(BLAME_FIELD.encode(), b"0"))
+            for name, value in ((CRASHES_FIELD, crashes), (BLAME_FIELD, blame)):
+                _check_range(name, value, 0, _MAX_CRASHES)
             for name in ("timeout", "result_ttl", "failure_ttl"):
                 _check_range(name, getattr(job, name), -1, _MAX_SECONDS)
-            return Claimed(job=job, data=fields.get(b"data", b""), crashes=crashes)
+            return Claimed(
+                job=job,
+                data=fields.get(b"data", b""),
+                crashes=crashes,
+                blame=blame,
+                cancelled=CANCEL_FIELD.encode() in fields,
+            )
         except Exception as error:  # RQ raises whatever the field's parser does
             text = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise MalformedJob(text.encode(errors="backslashreplace").decode()) from None
@@ -183,7 +197,7 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         job.prepare_for_execution(self.name, pipeline=record)
         record.persist(job.key)
         write = FencedWrite(fence=claims_key, member=job.id, job_key=job.key, commands=commands_of(record))
-        return Running(job=job, execution=execution, data=claimed.data, crashes=claimed.crashes), write
+        return _running(claimed, execution), write
 
     def reject(self, job_id: str, message: str, claims_key: str, extra: Sequence[Command]) -> FencedWrite:
         """The write that fails a claimed job that never starts: RQ's bookkeeping, then `extra`."""
@@ -228,15 +242,27 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         running.execution.delete(job=running.job, pipeline=record)
         return self._finish_write(running, [*commands_of(record), *extra])
 
-    def hand_back(self, running: Running, *, crashed: bool = False) -> FencedWrite:
-        """The write that puts a running job back at the front of its queue, as if it had never been started."""
+    def hand_back(self, running: Running, extra: Sequence[Command] = (), *, blame: int | None = None) -> FencedWrite:
+        """The write that puts a running job back at the front of its queue, as if it had never been started.
+
+        With `blame` this attempt has failed, and is the last of so many in which the job got no further.
+        """
         job, record = running.job, self._fences.record()
         running.execution.delete(job=job, pipeline=record)
         record.hset(job.key, mapping={"status": JobStatus.QUEUED, "started_at": "", "worker_name": ""})
-        if crashed:
+        if blame is not None:
             record.hincrby(job.key, CRASHES_FIELD, 1)
+            record.hset(job.key, BLAME_FIELD, blame)
         record.lpush(Queue.redis_queue_namespace_prefix + job.origin, job.id)
-        return self._finish_write(running, commands_of(record))
+        return self._finish_write(running, [*commands_of(record), *extra])
+
+    def add(self, running: Running, commands: Sequence[Command]) -> FencedWrite:
+        """A write beside a running job, which goes on."""
+        return self._finish_write(running, commands)
+
+    def forgive(self, running: Running) -> list[Command]:
+        """The commands that take the blame from a job, which has got further."""
+        return [("HDEL", running.job.key, BLAME_FIELD)] if running.blame else []
 
     def after_commit(self, settled: Sequence[Running]) -> None:
         """What RQ does once outcomes are stored: let dependents run and free the slots of rate limits."""
@@ -259,6 +285,9 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         ttl = job.failure_ttl if job.failure_ttl is not None else DEFAULT_FAILURE_TTL
         job.set_status(status, pipeline=record)
         record.hset(job.key, "ended_at", utcformat(now()))
+        # Somebody may requeue it: it is then not to be cancelled again, and has all its attempts.
+        record.hdel(job.key, CANCEL_FIELD, CRASHES_FIELD, BLAME_FIELD)
+        record.srem(keys.cancels(self.name), job.id)
         # Not FailedJobRegistry.add: it would write the whole hash again, which a malformed job does not have.
         BaseRegistry.add(FailedJobRegistry(queue=self.queue), job, ttl, record)
         outcome = self._outcome(running, ttl, record) if running else {"ttl": ttl, "pipeline": record}
@@ -308,6 +337,11 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             for each, score, status in zip(running, answers, answers, strict=False)
             if score is None or status != b"started"
         ]
+
+    def cancelled(self) -> list[str]:
+        """Ids of jobs that somebody has asked to cancel while this worker ran them; some may have ended."""
+        raw_ids = self.connection.smembers(keys.cancels(self.name))
+        return [job_id for raw in raw_ids if (job_id := job_id_of(raw)) is not None]
 
     def executions_of(self, worker: str) -> list[Running]:
         """The jobs that another worker has in hand."""
@@ -359,5 +393,11 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             execution = Execution(
                 execution_id, job_id, self.connection, worker_name=worker or claimed.job.worker_name or ""
             )
-            found.append(Running(job=claimed.job, execution=execution, data=claimed.data, crashes=claimed.crashes))
+            found.append(_running(claimed, execution))
         return found
+
+
+def _running(claimed: Claimed, execution: Execution) -> Running:
+    return Running(
+        job=claimed.job, execution=execution, data=claimed.data, crashes=claimed.crashes, blame=claimed.blame
+    )

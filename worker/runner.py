@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,9 +18,10 @@ from headrace.shared.schema import (
     Timing,
     Usage,
 )
-from headrace.worker.engine.rows import Row
+from headrace.worker.checkpoint import InvalidCheckpoint
+from headrace.worker.engine.rows import Row, now_s
 from headrace.worker.engine.sampling import SamplingParams, noise_key
-from headrace.worker.engine.stopping import StopParams, StopStrings
+from headrace.worker.engine.stopping import StopParams, StopStrings, finish_of
 from headrace.worker.settings import Limits
 
 NO_LIMITS_SET = Limits()
@@ -106,6 +108,18 @@ class Runner:
             deadline_s=deadline_s,
         )
 
+    def resume(self, row: Row, token_ids: Sequence[int]) -> None:
+        """Let a new row go on from tokens that an earlier attempt had made, its stop strings having seen them.
+
+        Raises InvalidCheckpoint if the row could not have come to these tokens; then it is spoilt, and to be made anew.
+        """
+        if any(token_id >= self._vocab_size for token_id in token_ids):
+            raise InvalidCheckpoint(f"it has a token id beyond the vocabulary's end at {self._vocab_size - 1}")
+        for token_id in token_ids:
+            row.token_ids.append(token_id)
+            if finish_of(row.stopping, len(row.token_ids), token_id, row.strings) is not None:
+                raise InvalidCheckpoint(f"the job would have ended at its token {len(row.token_ids)}")
+
     def output(self, row: Row) -> Output:
         """What a finished row came to."""
         assert row.finish is not None
@@ -155,9 +169,39 @@ class Runner:
         return ids
 
 
-def usage(row: Row) -> Usage:
-    """Tokens that a row took and made."""
-    return Usage(prompt_tokens=len(row.prompt_ids), completion_tokens=len(row.token_ids), cached_tokens=row.num_reused)
+_ENDINGS = {
+    FinishReason.CANCELLED: ErrorInfo(code=ErrorCode.CANCELLED, message="cancelled while running; the text is partial"),
+    FinishReason.TIMEOUT: ErrorInfo(code=ErrorCode.TIMEOUT, message="ran out of its time; the text is partial"),
+}
+
+
+def error_of(row: Row) -> ErrorInfo | None:
+    """What the result of a finished row says went wrong, if anything did."""
+    assert row.finish is not None
+    if row.error is not None:
+        return ErrorInfo(code=ErrorCode.INTERNAL_ERROR, message=row.error)
+    return _ENDINGS.get(row.finish.reason)
+
+
+def deadline(request: Request, rq_timeout_s: float | None) -> float | None:
+    """When a job that starts now has to end, on time.monotonic's clock: the earliest of what is asked for.
+
+    RQ's timeout counts from the job's start; -1 and none at all mean no limit.
+    """
+    limits_s = [limit for limit in (rq_timeout_s, request.timeout) if limit is not None and limit > 0]
+    if request.expires_at is not None:
+        limits_s.append(request.expires_at - time.time())
+    return now_s() + min(limits_s) if limits_s else None
+
+
+def usage(row: Row, *, num_resumed: int = 0) -> Usage:
+    """Tokens that a row took and made, `num_resumed` of them in an earlier attempt."""
+    return Usage(
+        prompt_tokens=len(row.prompt_ids),
+        completion_tokens=len(row.token_ids),
+        cached_tokens=row.num_reused,
+        resumed_tokens=num_resumed,
+    )
 
 
 def timing(row: Row, queued_s: float) -> Timing:

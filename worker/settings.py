@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from headrace.shared.environment import DEFAULT_RESULT_TTL_S
 from headrace.shared.errors import SettingsError
@@ -13,6 +14,8 @@ QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 MIN_LEASE_S = 2.0
 MIN_PAYLOAD_BYTES = 1024
+DEFAULT_CHECKPOINT_INTERVAL_S = 2.0
+DEFAULT_STEP_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +67,17 @@ class QueueSettings:
     """How a worker behaves on the queue; without a name, the queue of its model. Times in seconds.
 
     A worker that has not renewed its lease for `lease_s` counts as dead and its jobs go to others. After SIGTERM the
-    running jobs have `drain_timeout_s` to finish. `burst` ends the worker when the queue is empty.
+    running jobs have `drain_timeout_s` to finish. Every `checkpoint_interval_s` (0: never) their tokens are stored, and
+    whenever they are handed back, so that another worker can go on from there. A step that has not come back after
+    `step_timeout_s` counts as hung. A job that fails, or takes its worker along, `max_crashes` times without getting
+    any further is given up. `burst` ends the worker when the queue is empty.
     """
 
     queue: str | None = None
     lease_s: float = 30.0
     drain_timeout_s: float = 60.0
+    checkpoint_interval_s: float = DEFAULT_CHECKPOINT_INTERVAL_S
+    step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S
     burst: bool = False
     result_ttl_s: int = DEFAULT_RESULT_TTL_S
     max_crashes: int = 3
@@ -79,6 +87,13 @@ class QueueSettings:
             raise SettingsError(f"--lease is {self.lease_s:g} s; it needs at least {MIN_LEASE_S:g} s")
         if self.drain_timeout_s < 0:
             raise SettingsError(f"--drain-timeout is {self.drain_timeout_s:g} s; it can't be negative")
+        if not 0 <= self.checkpoint_interval_s < inf:
+            raise SettingsError(
+                f"--checkpoint-interval is {self.checkpoint_interval_s:g} s; it needs a number of seconds, "
+                "or 0 for none while jobs run"
+            )
+        if not 0 < self.step_timeout_s < inf:
+            raise SettingsError(f"--step-timeout is {self.step_timeout_s:g} s; it needs a number of seconds above 0")
         if self.result_ttl_s < 1:
             raise SettingsError(f"--result-ttl is {self.result_ttl_s} s; it needs at least 1 s")
         if self.queue == "":

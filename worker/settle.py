@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -10,21 +11,29 @@ from typing import Any
 
 from headrace.shared import keys
 from headrace.shared.outcome import outcome_commands
-from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason, Request, Result
+from headrace.shared.schema import ErrorCode, ErrorInfo, Request, Result
+from headrace.worker.checkpoint import encode_checkpoint
 from headrace.worker.engine.rows import Row
-from headrace.worker.fence import FencedWrite
+from headrace.worker.fence import Command, FencedWrite
 from headrace.worker.rq_adapter import RqWorker, Running
-from headrace.worker.runner import Runner, timing, usage
+from headrace.worker.runner import Runner, error_of, timing, usage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A job that this worker has started and not settled."""
+    """A job that this worker has started and not settled. `num_resumed` of its row's tokens come from a checkpoint."""
 
     running: Running
+    row: Row
+    num_resumed: int
     request: Request
     batch: str | None
     started_at: datetime
+
+    @property
+    def has_got_further(self) -> bool:
+        """True if this attempt has made tokens."""
+        return len(self.row.token_ids) > self.num_resumed
 
     @property
     def queued_s(self) -> float:
@@ -33,19 +42,28 @@ class Held:
         return (self.started_at - enqueued_at).total_seconds() if enqueued_at else 0.0
 
 
-_ENDINGS = {
-    FinishReason.CANCELLED: ErrorInfo(code=ErrorCode.CANCELLED, message="cancelled while running; the text is partial"),
-    FinishReason.TIMEOUT: ErrorInfo(code=ErrorCode.TIMEOUT, message="ran out of its time; the text is partial"),
-}
+@dataclass(frozen=True, kw_only=True)
+class Returned:
+    """A row to be put back into the queue. `failure` says what went wrong, if anything did, and `culprit` that it was
+    certainly because of this row; else it may have been another's fault, and counts only if this one got no further.
+    """
+
+    row: Row
+    failure: ErrorInfo | None = None
+    culprit: bool = False
 
 
 class Settler:
-    """Builds results and the fenced writes that store them. It writes nothing itself."""
+    """Builds results and the fenced writes that store them. It writes nothing itself.
 
-    def __init__(self, rq: RqWorker, runner: Runner, *, result_ttl_s: int) -> None:
+    A job that fails `max_crashes` times without getting any further is given up.
+    """
+
+    def __init__(self, rq: RqWorker, runner: Runner, *, result_ttl_s: int, max_crashes: int) -> None:
         self._rq = rq
         self._runner = runner
         self._ttl_s = result_ttl_s
+        self._max_crashes = max_crashes
 
     def finished(self, held: Held, row: Row) -> FencedWrite:
         """The write for a row that is done, well or not."""
@@ -58,23 +76,49 @@ class Settler:
 
     def result(self, held: Held, row: Row) -> Result:
         """The result of a row that is done."""
-        assert row.finish is not None
-        error = _ENDINGS.get(row.finish.reason)
-        if row.error is not None:
-            error = ErrorInfo(code=ErrorCode.INTERNAL_ERROR, message=row.error)
         return Result(
             id=held.request.id,
             job_id=row.row_id,
             batch=held.batch,
             model=self._runner.model_name,
             outputs=[] if row.error is not None else [self._runner.output(row)],
-            usage=usage(row),
+            usage=usage(row, num_resumed=held.num_resumed),
             timing=timing(row, held.queued_s),
             worker=self._rq.name,
             attempt=held.running.crashes + 1,
-            error=error,
+            error=error_of(row),
             metadata=held.request.metadata,
         )
+
+    def checkpoint(self, held: Held, token_ids: Sequence[int]) -> FencedWrite:
+        """The write that notes how far a running job is."""
+        return self._rq.add(held.running, [self._checkpoint(held, token_ids), *self._rq.forgive(held.running)])
+
+    def returned(self, held: Held, returned: Returned) -> FencedWrite:
+        """The write that puts a running job back with its tokens so far, or gives it up."""
+        blame = None
+        if (failure := returned.failure) is not None:
+            running = held.running
+            blame = 0 if returned.culprit else 1 if held.has_got_further else running.blame + 1
+            times = running.crashes + 1 if returned.culprit else blame
+            if times >= self._max_crashes:
+                text = f"failed {times} times, the last with: {failure.message}"
+                return self.failed(held, ErrorInfo(code=failure.code, message=text))
+        token_ids = held.row.token_ids
+        extra = [self._checkpoint(held, token_ids)] if token_ids else []
+        return self._rq.hand_back(held.running, extra, blame=blame)
+
+    def is_last_attempt(self, running: Running) -> bool:
+        """True if a job is given up should its worker die, or hang, once more."""
+        return 0 < running.blame == self._max_crashes - 1
+
+    def failed(self, held: Held, error: ErrorInfo) -> FencedWrite:
+        """The write for a job in hand that has no output and is not tried again."""
+        return self.given_up(held.running, error, batch=held.batch, body={"id": held.request.id})
+
+    def _checkpoint(self, held: Held, token_ids: Sequence[int]) -> Command:
+        value = encode_checkpoint(token_ids, model=self._runner.model_name, data=held.running.data)
+        return ("SET", keys.checkpoint(held.running.job_id), value, "EX", self._ttl_s)
 
     def rejected(self, job_id: str, error: ErrorInfo, *, batch: str | None, body: Any, claims_key: str) -> FencedWrite:
         """The write for a claimed job that can't be run. `body` is its request as far as it could be read."""

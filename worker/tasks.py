@@ -14,7 +14,7 @@ from headrace.shared.errors import InvalidRequest
 from headrace.shared.outcome import outcome_commands
 from headrace.shared.schema import ErrorCode, ErrorInfo, Result, parse_request
 from headrace.worker.loading import Loaded, load
-from headrace.worker.runner import Rejected, timing, usage
+from headrace.worker.runner import Rejected, deadline, error_of, timing, usage
 from headrace.worker.settings import EngineSettings
 
 
@@ -49,7 +49,7 @@ def _run(body: Any, batch: str | None, job_id: str, worker: str, queued_s: float
     loaded = _loaded()
     try:
         request = parse_request(body)
-        row = loaded.runner.row(request, job_id)
+        row = loaded.runner.row(request, job_id, deadline_s=deadline(request, None))
     except Rejected as rejection:
         return result.model_copy(update={"model": loaded.name, "error": rejection.error})
     except InvalidRequest as invalid:
@@ -58,7 +58,6 @@ def _run(body: Any, batch: str | None, job_id: str, worker: str, queued_s: float
     loaded.engine.submit(row)
     while loaded.engine.num_rows:
         loaded.engine.step()
-    error_info = ErrorInfo(code=ErrorCode.INTERNAL_ERROR, message=row.error) if row.error else None
     return result.model_copy(
         update={
             "model": loaded.name,
@@ -66,7 +65,7 @@ def _run(body: Any, batch: str | None, job_id: str, worker: str, queued_s: float
             "usage": usage(row),
             "timing": timing(row, queued_s),
             "metadata": request.metadata,
-            "error": error_info,
+            "error": error_of(row),
         }
     )
 

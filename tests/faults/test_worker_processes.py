@@ -17,6 +17,7 @@ from worker_harness import wait_until
 
 from headrace.producer import Batch, Producer
 from headrace.shared import keys
+from headrace.shared.schema import Result
 
 MODEL = "tiny"
 QUEUE = "headrace-tiny"
@@ -96,17 +97,22 @@ def submit(producer: Producer, name: str, count: int = 60) -> Batch:
 
 
 def texts(batch: Batch) -> dict[str | None, str]:
+    return {result.id: result.text for result in all_good(batch)}
+
+
+def all_good(batch: Batch) -> list[Result]:
+    """The results of a batch, each without an error and there once."""
     results = list(batch.results(timeout=START_S))
     assert [result.error for result in results if result.error] == []
     assert len({result.id for result in results}) == len(results)
-    return {result.id: result.text for result in results}
+    return results
 
 
-def test_jobs_of_a_killed_worker_end_once_and_with_the_same_text(
+def test_jobs_of_a_killed_worker_go_on_from_their_checkpoints_and_end_once_with_the_same_text(
     connection: redis.Redis, producer: Producer, workers: Workers
 ) -> None:
     undisturbed = submit(producer, "undisturbed")
-    victim = workers.start()
+    victim = workers.start("--checkpoint-interval", "0.02")
     expected = texts(undisturbed)
     batch = submit(producer, "disturbed")
     wait_until(lambda: batch.progress().completed >= 5, "the victim to be at work", START_S)
@@ -115,7 +121,12 @@ def test_jobs_of_a_killed_worker_end_once_and_with_the_same_text(
     assert batch.progress().completed < 60
     assert connection.zcard(f"rq:wip:{QUEUE}") > 0
     workers.start()
-    assert texts(batch) == expected
+    results = all_good(batch)
+    assert {result.id: result.text for result in results} == expected
+    resumed = [result.usage.resumed_tokens for result in results if result.usage and result.attempt == 2]
+    assert len(resumed) > 0
+    assert sum(resumed) > 0
+    assert list(connection.scan_iter(keys.checkpoint("*"))) == []
     progress = batch.progress()
     assert (progress.total, progress.completed, progress.failed) == (60, 60, 0)
     assert connection.xlen(keys.batch_done("disturbed")) == 60
@@ -136,6 +147,21 @@ def test_sigterm_finishes_the_running_jobs_and_leaves_the_rest_in_the_queue(
     assert connection.zcard(f"rq:wip:{QUEUE}") == 0
     assert connection.smembers(keys.WORKERS) == set()
     assert connection.smembers("rq:workers") == set()
+
+
+def test_a_running_job_is_cancelled_though_its_worker_was_cut_off_when_it_was_told(
+    connection: redis.Redis, producer: Producer, workers: Workers, tmp_path: Path
+) -> None:
+    long = save_tiny_model(tmp_path / MODEL, max_positions=16_384)
+    job = producer.submit("a", max_tokens=16_000, ignore_eos=True)
+    workers.start("--model", str(long), "--max-context", "16384", "--slots", "1", "--checkpoint-interval", "0.1")
+    wait_until(lambda: connection.exists(keys.checkpoint(job.id)), "the job to be under way", START_S)
+    assert connection.client_kill_filter(_type="pubsub") == 1  # the worker listens again after a second
+    assert job.cancel()
+    result = job.result(timeout=START_S)
+    assert result.error is not None
+    assert result.error.code == "cancelled"
+    assert 0 < len(result.outputs[0].token_ids) < 16_000
 
 
 def test_two_workers_share_a_queue(producer: Producer, workers: Workers) -> None:
@@ -182,6 +208,8 @@ def test_a_worker_that_can_not_start_says_why_in_one_line(workers: Workers, redi
         (["--redis", redis_url, "--model", str(tmp_path)], "config.json"),
         (["--redis", redis_url, "--model", "smolm2-135m"], "smollm2-135m"),
         (["--redis", redis_url, "--lease", "0.5"], "--lease is 0.5 s"),
+        (["--redis", redis_url, "--checkpoint-interval", "-1"], "--checkpoint-interval is -1 s"),
+        (["--redis", redis_url, "--step-timeout", "0"], "--step-timeout is 0 s"),
         (["--redis", "nonsense"], "not a Redis URL"),
     ]
     for options, says in cases:

@@ -15,6 +15,7 @@ from rq.serializers import JSONSerializer
 
 from headrace.producer import Producer
 from headrace.shared import keys
+from headrace.shared.job import CANCEL_FIELD
 
 QUEUE = "headrace-m"
 
@@ -62,12 +63,17 @@ def test_a_running_job_is_stopped_by_its_worker(producer: Producer, redis_client
         message = listener.get_message(timeout=5)
     assert json.loads(message["data"]) == {"command": "stop-job", "job_id": job.id}
     assert job.status() == "started"
+    # The message may get lost; these two do not.
+    assert redis_client.smembers(keys.cancels("w1")) == {job.id.encode()}
+    assert 0 < redis_client.ttl(keys.cancels("w1")) <= 3600
+    assert redis_client.hexists(keys.rq_job(job.id), CANCEL_FIELD)
 
 
 def test_an_ended_job_stays_as_it_is(producer: Producer, redis_client: redis.Redis) -> None:
     job = producer.submit("hello")
     settle_all(redis_client, QUEUE)
     assert job.cancel() is False
+    assert not redis_client.hexists(keys.rq_job(job.id), CANCEL_FIELD)
     redis_client.delete(keys.rq_job(job.id))
     assert job.cancel() is False
     assert job.result().ok

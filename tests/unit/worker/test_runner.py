@@ -238,7 +238,8 @@ def test_a_request_goes_through_the_engine_and_back() -> None:
     batch.submit(made)
     done = batch.step() + batch.step() + batch.step()
     assert [runner().output(each).text for each in done] == ["zzz"]
-    assert usage(made).model_dump() == {"prompt_tokens": 2, "completion_tokens": 3, "cached_tokens": 0}
+    counts = {"prompt_tokens": 2, "completion_tokens": 3, "cached_tokens": 0, "resumed_tokens": 0}
+    assert usage(made).model_dump() == counts
 
 
 def test_usage_says_how_much_of_the_prompt_was_computed_for_another_row() -> None:

@@ -1,0 +1,101 @@
+"""A worker process for the soak: the real worker on a real model, which counts the tokens that it samples.
+
+The count lies in a file of its own that outlives the process however it ends, for only so can it be known how much was
+computed twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+import torch
+from faults.processes import end_with_parent
+
+from headrace.shared.connection import connect
+from headrace.worker.batch_worker import BatchWorker
+from headrace.worker.cli import _log_to_stderr
+from headrace.worker.loading import load
+from headrace.worker.settings import EngineSettings, QueueSettings
+
+NO_SERVER = 2  # the exit code of a worker that found no server when it began
+_SOCKET_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPlan:
+    """What each worker of a soak is started with."""
+
+    url: str
+    model: str
+    slots: int
+    lease_s: float
+    checkpoint_interval_s: float
+    max_crashes: int
+
+
+class CountingModel:
+    """A model whose sampled tokens are counted: one a row of each pass."""
+
+    def __init__(self, model: Any, count: mmap.mmap) -> None:
+        self._model = model
+        self._count = count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def prefill(self, token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return self._counted(self._model.prefill(token_ids, *rest), len(token_ids))
+
+    def decode_step(self, token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return self._counted(self._model.decode_step(token_ids, *rest), len(token_ids))
+
+    def _counted(self, logits: torch.Tensor, rows: int) -> torch.Tensor:
+        struct.pack_into("<Q", self._count, 0, struct.unpack_from("<Q", self._count)[0] + rows)
+        return logits
+
+
+def sampled_tokens(folder: Path) -> int:
+    """What all workers of a soak have sampled."""
+    return sum(struct.unpack("<Q", path.read_bytes())[0] for path in folder.glob("*.count"))
+
+
+def run_worker(plan: WorkerPlan, folder: Path, number: int) -> None:
+    """Be a worker until told to stop. Its count and its log go to `folder`."""
+    end_with_parent()
+    with (folder / f"{number}.log").open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    _log_to_stderr("INFO")
+    torch.set_num_threads(1)
+    try:
+        connect(plan.url).close()
+    except Exception:
+        sys.exit(NO_SERVER)
+    loaded = load(EngineSettings(model=plan.model, slots=plan.slots, dtype="float32", device="cpu"))
+    settings = QueueSettings(
+        lease_s=plan.lease_s, checkpoint_interval_s=plan.checkpoint_interval_s, max_crashes=plan.max_crashes
+    )
+    with (
+        _counter(folder / f"{number}.count") as count,
+        redis.Redis.from_url(plan.url, socket_timeout=_SOCKET_TIMEOUT_S) as connection,
+    ):
+        loaded.engine._model = CountingModel(loaded.engine._model, count)
+        worker = BatchWorker(connection, loaded.engine, loaded.runner, settings)
+        worker.install_signal_handlers()
+        worker.run()
+
+
+@contextlib.contextmanager
+def _counter(path: Path) -> Iterator[mmap.mmap]:
+    path.write_bytes(bytes(8))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 8) as count:
+        yield count

@@ -9,8 +9,8 @@ from tiny_model import save_tiny_model
 
 
 def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(tmp_path: Path) -> None:
-    plan = Plan(jobs=200, waves=1, fault_s=40, fault_every_s=1.5, seed=5, finish_s=120)
+    plan = Plan(jobs=80, waves=1, fault_s=20, fault_every_s=1.5, seed=5, finish_s=120)
     report = soak(plan, save_tiny_model(tmp_path / MODEL, max_positions=2048))
     assert report.wrong == [], report
-    assert sum(report.faults.values()) > 2, report
+    assert sum(report.faults.values()) > 0, report
     assert report.resumed > 0, report

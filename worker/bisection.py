@@ -59,16 +59,15 @@ def isolate(engine: Engine, step: Step, rows: Sequence[Row], *, suspects: frozen
 
 
 def _run(engine: Engine, step: Step, rows: Sequence[Row]) -> Exception | None:
-    """Let each of the rows take a step, and take them all out again; None, or what it raised."""
-    waiting = list(rows)
+    """Let each of the rows get a token, as many at once as there are slots; None, or what was raised."""
     try:
-        while waiting:  # not all are admitted at once if there is much to prefill
-            for row in waiting:
+        for first in range(0, len(rows), engine.num_slots):
+            together = rows[first : first + engine.num_slots]
+            for row in together:
                 engine.submit(row)
-            step()
-            admitted = len(waiting)
-            waiting = engine.drop_waiting()
-            assert len(waiting) < admitted
+            while any(row.finish is None and not row.is_decoding for row in together):
+                step()
+            engine.drop_all()
     except Exception as error:
         return error
     finally:

@@ -23,6 +23,8 @@ from faults.processes import end_with_parent
 from headrace.shared.connection import connect
 from headrace.worker.batch_worker import BatchWorker
 from headrace.worker.cli import _log_to_stderr
+from headrace.worker.engine.kv_cache import KVCache
+from headrace.worker.engine.packing import PackedTokens
 from headrace.worker.loading import load
 from headrace.worker.settings import EngineSettings, QueueSettings
 
@@ -52,14 +54,9 @@ class CountingModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def prefill(self, token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return self._counted(self._model.prefill(token_ids, *rest), len(token_ids))
-
-    def decode_step(self, token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return self._counted(self._model.decode_step(token_ids, *rest), len(token_ids))
-
-    def _counted(self, logits: torch.Tensor, rows: int) -> torch.Tensor:
-        struct.pack_into("<Q", self._count, 0, struct.unpack_from("<Q", self._count)[0] + rows)
+    def forward(self, tokens: PackedTokens, cache: KVCache) -> torch.Tensor:
+        logits: torch.Tensor = self._model.forward(tokens, cache)
+        struct.pack_into("<Q", self._count, 0, struct.unpack_from("<Q", self._count)[0] + len(tokens.last))
         return logits
 
 

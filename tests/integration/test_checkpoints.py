@@ -29,7 +29,7 @@ def tokens_of(connection: redis.Redis, job: Job) -> list[int] | None:
 
 
 def hold_with_six_tokens(connection: redis.Redis, held: WorkerThread, job: Job) -> None:
-    """Wait until the worker stands still after five steps, with what it has in its checkpoint."""
+    """Wait until the worker stands still after six passes, with what it has in its checkpoint."""
     wait_until(lambda: tokens_of(connection, job) == [*b"bcdefg"], "six tokens in the checkpoint")
 
 
@@ -38,7 +38,7 @@ def test_a_dead_workers_job_goes_on_from_its_checkpoint(redis_client: redis.Redi
         producer_for(redis_client) as producer,
         running_worker(redis_client, checkpoint_interval_s=EACH_STEP_S) as dead,
     ):
-        dead.model.hold_after = 5
+        dead.model.hold_after = 6
         job = producer.submit("a", max_tokens=9)
         hold_with_six_tokens(redis_client, dead, job)
         assert 0 < redis_client.ttl(keys.checkpoint(job.id)) <= 7 * 24 * 3600
@@ -50,7 +50,7 @@ def test_a_dead_workers_job_goes_on_from_its_checkpoint(redis_client: redis.Redi
         assert result.attempt == 2
         assert result.usage is not None
         assert (result.usage.completion_tokens, result.usage.resumed_tokens) == (9, 6)
-        assert len(heir.model.rows_of_steps) == 2  # the seventh token comes from prefill
+        assert len(heir.model.rows_of_steps) == 3
         assert not redis_client.exists(keys.checkpoint(job.id))
 
 
@@ -59,7 +59,7 @@ def test_what_comes_late_from_a_worker_that_has_lost_its_job_is_refused(redis_cl
         producer_for(redis_client) as producer,
         running_worker(redis_client, checkpoint_interval_s=EACH_STEP_S) as dead,
     ):
-        dead.model.hold_after = 5
+        dead.model.hold_after = 6
         job = producer.submit("a", max_tokens=40)
         hold_with_six_tokens(redis_client, dead, job)
         dead.pretend_to_die()
@@ -86,7 +86,7 @@ def test_decoding_does_not_wait_for_the_writing_of_checkpoints(
     noting = {"checkpoint_interval_s": EACH_STEP_S}
     with producer_for(redis_client) as producer, running_worker(redis_client, **noting) as running:
         job = producer.submit("a", max_tokens=30)
-        wait_until(lambda: len(running.model.rows_of_steps) == 29, "all steps, while the first checkpoint is held up")
+        wait_until(lambda: len(running.model.rows_of_steps) == 30, "all steps, while the first checkpoint is held up")
         assert not redis_client.exists(keys.checkpoint(job.id))
         written.set()
         assert job.result(timeout=20).text == successors("a", 30)
@@ -96,8 +96,8 @@ def test_a_job_handed_back_on_an_orderly_stop_computes_nothing_twice(redis_clien
     with producer_for(redis_client) as producer:
         batch = producer.submit_many([{"prompt": "a", "max_tokens": 30}] * 4, batch="b")
         with running_worker(redis_client, checkpoint_interval_s=0) as first:
-            first.model.hold_after = 5
-            wait_until(lambda: len(first.model.rows_of_steps) == 5, "five steps")
+            first.model.hold_after = 6
+            wait_until(lambda: len(first.model.rows_of_steps) == 6, "six steps")
             assert list(redis_client.scan_iter(keys.checkpoint("*"))) == []
             first.worker.ask_to_stop()
             first.worker.ask_to_stop()
@@ -108,9 +108,8 @@ def test_a_job_handed_back_on_an_orderly_stop_computes_nothing_twice(redis_clien
     assert {result.text for result in results} == {successors("a", 30)}
     assert {result.attempt for result in results} == {1}
     steps = first.model.rows_of_steps + second.model.rows_of_steps
-    prefills = 4 + 4  # each gives its row a token
-    assert sum(steps) + prefills == 4 * 30
-    assert sum(result.usage.resumed_tokens for result in results if result.usage) == sum(first.model.rows_of_steps) + 4
+    assert sum(steps) == 4 * 30
+    assert sum(result.usage.resumed_tokens for result in results if result.usage) == sum(first.model.rows_of_steps)
 
 
 def test_stop_strings_are_found_across_the_point_of_resuming(redis_client: redis.Redis) -> None:

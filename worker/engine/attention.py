@@ -31,7 +31,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, length
     """The softmax is taken block by block with a running maximum (Milakov & Gimelshein 2018, online normalizer)."""
     tokens, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
-    grouped = (queries * head_dim**-0.5).view(tokens, kv_heads, heads // kv_heads, head_dim)  # (T, K, G, D)
+    grouped = (queries.float() * head_dim**-0.5).view(tokens, kv_heads, heads // kv_heads, head_dim)  # (T, K, G, D)
     top = torch.full((tokens, kv_heads, heads // kv_heads, 1), -math.inf, device=queries.device)
     total = torch.zeros_like(top)
     attended = torch.zeros(grouped.shape, device=queries.device)  # float32, as `top` and `total`
@@ -39,7 +39,8 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, length
         block = slice(start, min(start + BLOCK, keys.shape[2]))
         seen = torch.arange(block.start, block.stop, device=queries.device) < lengths[:, None]  # (T, P)
         unseen = ~seen[:, None, None, :]
-        scores = (grouped @ keys[slots, :, block].transpose(2, 3)).float()  # (T, K, G, P)
+        # In float32: of large scores, half precision keeps too little to tell them apart.
+        scores = grouped @ keys[slots, :, block].float().transpose(2, 3)  # (T, K, G, P)
         scores = scores.masked_fill(unseen, -math.inf)
         new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
         weights = torch.exp(scores - new_top)

@@ -48,6 +48,11 @@ class Row:
         """Known tokens that the model has not seen: one of a row that decodes, more of a newcomer."""
         return self.length - self.num_cached
 
+    @property
+    def is_decoding(self) -> bool:
+        """True once the whole of the prompt is in the cache."""
+        return self.num_cached > 0 and self.num_pending == 1
+
     def known(self, start: int, stop: int) -> list[int]:
         """Tokens of the prompt and of what has been generated, by position."""
         prompt = len(self.prompt_ids)

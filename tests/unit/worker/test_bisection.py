@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 from factories import drain, engine, row
-from fakes import HistoryModel, continuation
+from fakes import VOCAB, HistoryModel, continuation
 
 from headrace.worker.bisection import isolate, works
 from headrace.worker.engine.kv_cache import KVCache
+from headrace.worker.engine.packing import PackedTokens
 from headrace.worker.engine.rows import Row
 
-BAD = 60
+BAD = VOCAB  # no row generates it
 
 
 class RaisesAtBad(HistoryModel):
@@ -21,11 +22,11 @@ class RaisesAtBad(HistoryModel):
         super().__init__()
         self.num_passes = 0
 
-    def prefill(self, token_ids: torch.Tensor, lengths: torch.Tensor, cache: KVCache, first_slot: int) -> torch.Tensor:
+    def forward(self, tokens: PackedTokens, cache: KVCache) -> torch.Tensor:
         self.num_passes += 1
-        if (token_ids == BAD).any():
+        if (tokens.token_ids == BAD).any():
             raise RuntimeError("bad row")
-        return super().prefill(token_ids, lengths, cache, first_slot)
+        return super().forward(tokens, cache)
 
 
 def rows(count: int, bad: set[int]) -> list[Row]:
@@ -71,6 +72,16 @@ def test_more_rows_than_one_step_admits_are_all_tried() -> None:
     found = isolate(batch, batch.step, [row(str(i), [1] * 100, max_tokens=20) for i in range(64)])
     assert len(found.rest) == 64
     assert all(each.token_ids for each in found.rest)
+
+
+@pytest.mark.parametrize("place", [0, 30, 2499])
+def test_a_row_that_fails_in_any_part_of_a_long_prompt_is_found(place: int) -> None:
+    batch = engine(RaisesAtBad(), slots=2, max_context=3000)
+    prompt = [1] * 2500
+    prompt[place] = BAD
+    found = isolate(batch, batch.step, [row("bad", prompt), row("a", [2] * 2500), row("b", [3]), row("c", [4])])
+    assert [each.row_id for each, _ in found.culprits] == ["bad"]
+    assert sorted(each.row_id for each in found.rest) == ["a", "b", "c"]
 
 
 def test_an_engine_works_or_says_why_not() -> None:

@@ -56,7 +56,7 @@ def test_a_limit_that_makes_no_sense_is_refused(limits: Any) -> None:
 
 def test_the_command_line_and_the_variables_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Limits] = []
-    monkeypatch.setattr("headrace.worker.serve.serve", lambda engine, queue, url: seen.append(engine.limits))
+    monkeypatch.setattr("headrace.worker.serve.serve", lambda engine, *rest: seen.append(engine.limits))
     monkeypatch.setenv("HEADRACE_LIMIT_STOPS", "3")
     outcome = CliRunner().invoke(worker, ["--limit-max-tokens", "5", "--limit-payload-bytes", "4096"])
     assert outcome.exit_code == 0, outcome.output

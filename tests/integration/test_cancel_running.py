@@ -25,7 +25,7 @@ def assert_cancelled(result: Result) -> None:
 
 def test_a_running_job_is_cancelled_though_the_message_was_lost(redis_client: redis.Redis) -> None:
     with producer_for(redis_client) as producer, running_worker(redis_client) as running:
-        running.model.hold_after = 5
+        running.model.hold_after = 6
         job, other = producer.submit("a", max_tokens=60), producer.submit("a", max_tokens=20)
         wait_until(lambda: not running.model.gate.is_set(), "five steps")
         assert job.cancel()
@@ -42,7 +42,7 @@ def test_a_running_job_is_cancelled_though_the_message_was_lost(redis_client: re
 
 def test_a_cancelled_job_whose_worker_dies_keeps_its_text_and_is_run_no_further(redis_client: redis.Redis) -> None:
     with producer_for(redis_client) as producer, running_worker(redis_client, checkpoint_interval_s=1e-9) as dead:
-        dead.model.hold_after = 5
+        dead.model.hold_after = 6
         job = producer.submit("a", max_tokens=60)
         # The step that is held up is in the way of what the worker is told; what it has stored is six tokens long.
         wait_until(lambda: redis_client.strlen(keys.checkpoint(job.id)) == 17 + 6 * 4, "the checkpoint")

@@ -17,7 +17,7 @@ from numba import njit, prange
 from headrace.worker.engine.cpu_numbers import Array, exp, load, store
 from headrace.worker.engine.cpu_vectors import LANES, dot_columns, weigh_rows
 
-BLOCK = 64
+BLOCK = 32
 _MOST_QUERIES = 7  # whose sums for a block fit into the registers
 
 Kernel = Callable[..., None]

@@ -94,9 +94,10 @@ class Engine:
 
     def drop_all(self) -> list[Row]:
         """Forget all rows and return them, also those that a failed step has left half done."""
+        slots = [row.slot for row in self._live.rows]
         rows = [*self._done, *self._take_out(lambda row: True)]
         self._done = []
-        for slot in range(self.num_slots):  # who knows what a failed step has left there
+        for slot in slots:  # who knows what a failed step has left there
             self._wipe(slot)
         return rows
 

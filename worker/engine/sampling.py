@@ -57,8 +57,8 @@ class BatchSampling:
         self.whole = [i for i, row in enumerate(rows) if row.temperature > 0 and not row.top_k and row.top_p >= 1]
         self.widest_k = max((rows[i].top_k for i in self.ranked), default=0)
 
-    def pick(self, rows: Tensor, best: Tensor) -> _Columns:
-        """The parameters of some rows, with the largest logit of each."""
+    def pick(self, rows: Tensor, best: Tensor, maxima: Tensor) -> _Columns:
+        """The parameters of some rows, with the largest logit of each of all rows and those rows' maxima of blocks."""
         return _Columns(
             self.temperature[rows],
             self.top_k[rows],
@@ -66,12 +66,13 @@ class BatchSampling:
             self.min_p[rows],
             self.noise_key[rows],
             best[rows],
+            maxima,
         )
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """What is needed of each row, as (B, 1) columns. `best` is its largest logit."""
+    """What is needed of each row, as (B, 1) columns: `best` is its largest logit. `maxima` (B, blocks)."""
 
     temperature: Tensor
     top_k: Tensor
@@ -79,6 +80,7 @@ class _Columns:
     min_p: Tensor
     noise_key: Tensor
     best: Tensor
+    maxima: Tensor
 
     def scale(self, logits: Tensor) -> Tensor:
         """Logits over temperature, 0 for the largest: (B, C) -> (B, C) float32. Zeros for a row that has failed."""
@@ -92,6 +94,7 @@ class _Columns:
             self.min_p[rows],
             self.noise_key[rows],
             self.best[rows],
+            self.maxima[rows],
         )
 
 
@@ -101,19 +104,21 @@ def sample(logits: Tensor, batch: BatchSampling, positions: Tensor) -> tuple[Ten
     `positions` counts the tokens of each row so far, prompt included. A row without a finite maximum (NaN, or nothing
     but -inf) has failed; its token means nothing. The logits are left as they were.
     """
-    tokens, best = _likeliest(logits)
+    maxima = _in_blocks(logits).amax(dim=-1)  # (B, blocks)
+    tokens, best = _likeliest(logits, maxima)
     for way, rows in ((_among_top_k, batch.ranked), (_in_nucleus, batch.nucleus), (_in_whole, batch.whole)):
         if rows:
             index = torch.tensor(rows, device=logits.device)
-            picked = logits if len(rows) == logits.shape[0] else logits[index]
-            tokens[index] = way(picked, batch.pick(index, best), positions[index][:, None], batch.widest_k)
+            all_rows = len(rows) == len(logits)
+            picked = logits if all_rows else logits[index]
+            columns = batch.pick(index, best, maxima if all_rows else maxima[index])
+            tokens[index] = way(picked, columns, positions[index][:, None], batch.widest_k)
     return tokens, ~best.isfinite()[:, 0]
 
 
-def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+def _likeliest(logits: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
     """The first of the largest logits of each row, and its value, NaN if the row has one: (B, V) -> (B,), (B, 1)."""
     blocks = _in_blocks(logits)
-    maxima = blocks.amax(dim=-1)  # (B, blocks)
     block = maxima.argmax(dim=-1)
     within = blocks[torch.arange(len(blocks), device=blocks.device), block].argmax(dim=-1)
     return block * _BLOCK + within, maxima.amax(dim=-1, keepdim=True).float()
@@ -121,7 +126,7 @@ def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _among_top_k(logits: Tensor, columns: _Columns, positions: Tensor, widest_k: int) -> Tensor:
     """Rows with a top_k: (B, V) -> (B,)."""
-    values, ids = largest(logits, min(widest_k, logits.shape[-1]))
+    values, ids = largest(logits, min(widest_k, logits.shape[-1]), columns.maxima)
     ranks = torch.arange(values.shape[-1], device=values.device)
     scores = columns.scale(values).masked_fill(ranks >= columns.top_k, -math.inf)
     return _draw(_nucleus(scores.double().log_softmax(dim=-1), columns), ids, columns, positions)
@@ -131,13 +136,13 @@ def _in_nucleus(logits: Tensor, columns: _Columns, positions: Tensor, _: int) ->
     """Rows with a top_p but no top_k: look among a few candidates first, then, where their mass is short, among all."""
     # Not logsumexp: torch sums a single row in another order than many.
     of_all = columns.scale(logits).double().log_softmax(dim=-1)
-    ids = largest(logits, min(_NUCLEUS_WIDTH, logits.shape[-1]))[1]
+    ids = largest(logits, min(_NUCLEUS_WIDTH, logits.shape[-1]), columns.maxima)[1]
     log_probs = of_all.gather(-1, ids)
     tokens = _draw(_nucleus(log_probs, columns), ids, columns, positions)
     short = (log_probs.exp().sum(dim=-1) < columns.top_p[:, 0]).nonzero()[:, 0]
     if len(short) and ids.shape[-1] < logits.shape[-1]:
-        ids = largest(logits[short], logits.shape[-1])[1]
         rest = columns.pick(short)
+        ids = largest(logits[short], logits.shape[-1], rest.maxima)[1]
         tokens[short] = _draw(_nucleus(of_all[short].gather(-1, ids), rest), ids, rest, positions[short])
     return tokens
 
@@ -173,18 +178,19 @@ def _draw(log_probs: Tensor, ids: Tensor, columns: _Columns, positions: Tensor) 
     return ids.gather(-1, choice)[:, 0]
 
 
-def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def largest(scores: Tensor, count: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The `count` largest scores of each row in falling order, equal ones by rising id: (B, V) -> (B, count) twice.
 
     Only the `count` blocks of tokens with the largest maxima (equal ones: the first) can hold them: any token outside
-    is beaten by the maxima of `count` blocks.
+    is beaten by the maxima of `count` blocks. `maxima`, (B, blocks), are those of the blocks, if they are known.
     """
     blocks = _in_blocks(scores)
     rows, num_blocks, _ = blocks.shape
     if 2 * count > num_blocks:
         values, ids = torch.sort(scores, dim=-1, descending=True, stable=True)
         return values[:, :count], ids[:, :count]
-    of_block = _ordered_top(blocks.amax(dim=-1), torch.arange(num_blocks, device=scores.device), count)
+    maxima = blocks.amax(dim=-1) if maxima is None else maxima
+    of_block = _ordered_top(maxima, torch.arange(num_blocks, device=scores.device), count)
     ids = (of_block[..., None] * _BLOCK + torch.arange(_BLOCK, device=scores.device)).view(rows, -1)
     ids = _ordered_top(blocks.view(rows, -1).gather(-1, ids), ids, count)
     return scores.gather(-1, ids), ids

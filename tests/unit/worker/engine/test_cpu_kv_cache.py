@@ -140,7 +140,7 @@ def test_a_cleared_slot_holds_nothing() -> None:
 def test_bytes_are_those_of_the_formula_up_to_a_block() -> None:
     plain, fast = both((9, 3, 64), torch.bfloat16)
     assert plain.num_bytes == 2 * 2 * SLOTS * 3 * CONTEXT * 64 * 2
-    assert fast.num_bytes == 2 * 2 * SLOTS * 3 * 256 * 64 * 2
+    assert fast.num_bytes == 2 * 2 * SLOTS * 3 * 224 * 64 * 2
 
 
 @pytest.mark.parametrize("head_dim", [8, 12, 20, 24, 40, 72])

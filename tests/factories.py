@@ -208,4 +208,10 @@ def attend(
 def keys_of(cache: KVCache) -> Tensor:
     """Its keys by position, in whatever layout it keeps them: (L, slots, K, S, D)."""
     keys = cache.keys
-    return keys if keys.ndim == 5 else keys.transpose(-1, -2).flatten(3, 4)
+    return keys if keys.ndim == 5 else keys.permute(0, 1, 2, 3, 5, 6, 4).flatten(5, 6).flatten(3, 4)
+
+
+def values_of(cache: KVCache) -> Tensor:
+    """Its values by position, as `keys_of`."""
+    values = cache.values
+    return values if values.ndim == 5 else values.permute(0, 1, 2, 3, 6, 4, 5).flatten(3, 5)

@@ -3,6 +3,10 @@
 Each token reads its own row's positions only, once, in the order they lie in memory, so the time is that of the bytes
 that are live, and a token's result depends on its row alone, bit for bit. Keys lie in blocks of BLOCK positions with
 the head's dimensions outside, so that the scores of a block add up side by side without sums across a vector.
+
+bfloat16 is read as pairs, E = 2 numbers an element (see cpu_vectors); float32 as it is, E = 1. A pair of a key is of
+dimensions d and d + D/2, a pair of values of positions p and p + BLOCK/2 of a block: numbers that are E-th parts apart
+lie together, so that making pairs moves nothing across a vector.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.extending import overload
 
 from headrace.worker.engine.cpu_numbers import Array, exp, load, store
 from headrace.worker.engine.cpu_vectors import LANES, dot_columns, weigh_rows
@@ -37,89 +42,117 @@ def rotate_and_store(
 ) -> None:
     """Turn queries and keys by their positions' angles; keys and values go into the cache, queries into `queries`.
 
-    mixed (T, H + 2K, D), rotations (T, 2, D), slots and positions (T,), queries (T, H, D) float32, keys (slots, K,
-    S/BLOCK, D, BLOCK), values (slots, K, S, D). bfloat16 is passed as its bits, uint16.
+    mixed (T, H + 2K, D), rotations (T, 2, D), slots and positions (T,), queries (T, H, D/E, E), keys (slots, K, blocks,
+    D/E, BLOCK, E), values (slots, K, blocks, BLOCK/E, D, E). bfloat16 is passed as its bits, uint16.
     """
-    num_heads, num_kv = queries.shape[1], keys.shape[1]
-    half = queries.shape[2] // 2
+    num_heads, num_kv, elements = queries.shape[1], keys.shape[1], queries.shape[2]
+    dims = mixed.shape[2]
+    half, rows = dims // 2, values.shape[3]
+    second, at = half % elements, half // elements  # where the other half of a head begins
     for token in prange(mixed.shape[0]):
         slot, position = slots[token], positions[token]
         cos, sin = rotations[token, 0], rotations[token, 1]
         block, column = position // BLOCK, position % BLOCK
-        for head in range(num_heads):
+        for head in range(num_heads + num_kv):
             heads = mixed[token, head]
+            turned = queries[token, head] if head < num_heads else keys[slot, head - num_heads, block, :, column]
             for d in range(half):
-                first, second = load(heads[d]), load(heads[half + d])
-                queries[token, head, d] = first * load(cos[d]) - second * load(sin[d])
-                queries[token, head, half + d] = second * load(cos[half + d]) + first * load(sin[half + d])
+                x, y = load(heads[d]), load(heads[half + d])
+                turned[d, 0] = store(x * load(cos[d]) - y * load(sin[d]), keys[0, 0, 0, 0, 0, 0])
+                turned[second + d, at] = store(
+                    y * load(cos[half + d]) + x * load(sin[half + d]), keys[0, 0, 0, 0, 0, 0]
+                )
         for kv in range(num_kv):
-            heads = mixed[token, num_heads + kv]
-            for d in range(half):
-                first, second = load(heads[d]), load(heads[half + d])
-                keys[slot, kv, block, d, column] = store(
-                    first * load(cos[d]) - second * load(sin[d]), keys[0, 0, 0, 0, 0]
-                )
-                keys[slot, kv, block, half + d, column] = store(
-                    second * load(cos[half + d]) + first * load(sin[half + d]), keys[0, 0, 0, 0, 0]
-                )
             value = mixed[token, num_heads + num_kv + kv]
-            for d in range(2 * half):
-                values[slot, kv, position, d] = value[d]
+            for d in range(dims):
+                values[slot, kv, block, column % rows, d, column // rows] = value[d]
 
 
 @lru_cache
-def attend_kernel(queries_per_kv: int, head_dim: int) -> Kernel:
+def attend_kernel(queries_per_kv: int, head_dim: int, per_element: int) -> Kernel:
     """Compile the kernel for a model's shape (a few seconds, once a machine: the code is kept on disk).
 
-    The kernel takes queries (T, H, D) float32, keys (slots, K, S/BLOCK, D, BLOCK), values (slots, K, S, D), slots and
-    positions (T,), and the output (T, H, D). bfloat16 is passed as its bits, uint16.
+    The kernel takes the elements of queries (T, H, D/E), keys (slots, K, blocks, D/E, BLOCK) and values (slots, K,
+    blocks, BLOCK/E, D), slots and positions (T,), and the output (T, H, D), bfloat16 as its bits, uint16.
     """
     together = max(count for count in range(1, _MOST_QUERIES + 1) if queries_per_kv % count == 0)
     tiles = max(count for count in range(1, 5) if head_dim % (count * LANES) == 0)
     scale = np.float32(head_dim**-0.5)
+    size, rows = head_dim // per_element, BLOCK // per_element
 
     @njit(**_COMPILED)  # type: ignore[untyped-decorator]
     def attend(queries: Array, keys: Array, values: Array, slots: Array, positions: Array, output: Array) -> None:
-        num_tokens, num_kv, room = queries.shape[0], keys.shape[1], values.shape[2]
+        num_tokens, num_kv, room = queries.shape[0], keys.shape[1], keys.shape[2] * size * BLOCK
         all_queries, all_keys, all_values = queries.reshape(-1), keys.reshape(-1), values.reshape(-1)
         for task in prange(num_tokens * num_kv):
             token, kv = task % num_tokens, task // num_tokens
             length = positions[token] + 1
             padded = (length + BLOCK - 1) // BLOCK * BLOCK
+            num_rows = length // BLOCK * rows + min(length % BLOCK, rows)
             scores = np.empty(together * padded, np.float32)
             sums = np.empty(together * head_dim, np.float32)
-            query = np.empty(together * head_dim, np.float32)
-            stored = (slots[token] * num_kv + kv) * room * head_dim
+            shares = np.empty(together, np.float32)
+            stored = (slots[token] * num_kv + kv) * room
+            following = (slots[(task + 1) % num_tokens] * num_kv + min((task + 1) // num_tokens, num_kv - 1)) * room
             for head in range(kv * queries_per_kv, (kv + 1) * queries_per_kv, together):
-                first = (token * queries.shape[1] + head) * head_dim
-                for i in range(together * head_dim):
-                    query[i] = all_queries[first + i] * scale
-                for p in range(0, padded, BLOCK):
-                    place = stored + p * head_dim
-                    dot_columns(query, head_dim, all_keys, place, scores, p, padded, together, head_dim, BLOCK)
-                _softmax(scores, length, padded, together)
+                first = (token * queries.shape[1] + head) * size
+                for block in range(padded // BLOCK):
+                    place, p = stored + block * size * BLOCK, block * BLOCK
+                    dot_columns(
+                        all_queries, first, size, all_keys, place, scores, p, padded, all_values, place,
+                        together, size, BLOCK,
+                    )  # fmt: skip
+                _exponentials(scores, scale, length, padded, shares)
+                weights = _as_elements(scores, all_values)
+                stride = padded // per_element
                 for d in range(0, head_dim, tiles * LANES):
-                    weigh_rows(scores, 0, padded, all_values, stored + d, length, sums, d, together, head_dim, tiles)
+                    weigh_rows(
+                        weights, 0, stride, all_values, stored + d, num_rows, sums, d, all_keys, following + d,
+                        together, head_dim, tiles,
+                    )  # fmt: skip
                 for g in range(together):
                     for d in range(head_dim):
-                        output[token, head + g, d] = store(sums[g * head_dim + d], output[0, 0, 0])
+                        output[token, head + g, d] = store(sums[g * head_dim + d] * shares[g], output[0, 0, 0])
 
     return attend  # type: ignore[no-any-return]
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _softmax(scores: Array, length: Any, padded: Any, count: Any) -> None:
-    """Of each of `count` queries, over its first `length` scores."""
-    for g in range(count):
-        row = scores[g * padded : g * padded + length]
+def _exponentials(scores: Array, scale: Any, length: Any, padded: Any, shares: Array) -> None:
+    """Of each query's first `length` scores, against the largest; one over their sum goes into `shares`."""
+    for g in range(len(shares)):
+        row = scores[g * padded : (g + 1) * padded]
         top = np.float32(-3e38)
         for p in range(length):
             top = max(top, row[p])
         total = np.float32(0)
         for p in range(length):
-            weight = exp(row[p] - top)
+            weight = exp((row[p] - top) * scale)
             row[p] = weight
             total += weight
-        share = np.float32(1) / total
-        for p in range(length):
-            row[p] *= share
+        row[length:] = 0
+        shares[g] = np.float32(1) / total
+
+
+def _as_elements(weights: Array, like: Array) -> Any:
+    """Weights of whole blocks in the elements that values have. Exists in compiled code only."""
+
+
+@overload(_as_elements, inline="always")  # type: ignore[untyped-decorator]
+def _as_elements_compiled(weights: Any, like: Any) -> Callable[..., Any]:
+    return _paired if like.dtype == types.uint32 else _as_they_are
+
+
+def _as_they_are(weights: Any, like: Any) -> Any:
+    return weights
+
+
+def _paired(weights: Any, like: Any) -> Any:
+    half = BLOCK // 2
+    pairs = np.empty(len(weights) // 2, np.uint32)
+    for block in range(len(weights) // BLOCK):
+        for p in range(half):
+            first = store(weights[block * BLOCK + p], np.uint16(0))
+            second = store(weights[block * BLOCK + half + p], np.uint16(0))
+            pairs[block * half + p] = np.uint32(first) | (np.uint32(second) << np.uint32(16))
+    return pairs

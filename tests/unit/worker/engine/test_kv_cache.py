@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from factories import attend, keys_of, kv_cache, model_config, packed
+from factories import attend, keys_of, kv_cache, model_config, packed, values_of
 from torch import Tensor
 
 from headrace.worker.engine.kv_cache import KVCache
@@ -55,7 +55,7 @@ def test_what_is_stored_lands_in_its_layer_slot_and_position_only(kind: str, dty
     tokens = packed([[1] * 32, [1], [1] * 70], slots=[1, 3, 0], starts=[0, 127, 50])
     keys, values = (torch.randn(103, 2, 16).to(dtype) for _ in range(2))
     attend(cache, tokens, torch.randn(103, 4, 16).to(dtype), keys, values, layer=1)
-    for found, given in ((keys_of(cache), keys), (cache.values, values)):
+    for found, given in ((keys_of(cache), keys), (values_of(cache), values)):
         expected = torch.zeros(2, 4, 2, 128, 16, dtype=dtype)
         expected[1, 1, :, :32] = given[:32].transpose(0, 1)
         expected[1, 3, :, 127] = given[32]
@@ -73,13 +73,13 @@ def test_a_copied_beginning_is_that_of_the_source_and_nothing_else_changes(
     for layer in range(2):
         for slot in range(4):
             fill(cache, slot, 160, layer)
-    keys, values = keys_of(cache).clone(), cache.values.clone()
+    keys, values = keys_of(cache).clone(), values_of(cache).clone()
     cache.copy_prefix(3, 1, length)
-    for found, before in ((keys_of(cache), keys), (cache.values, values)):
+    for found, before in ((keys_of(cache), keys), (values_of(cache), values)):
         assert torch.equal(found[:, [0, 2, 3]], before[:, [0, 2, 3]])
         assert torch.equal(found[:, 1, :, :length], before[:, 3, :, :length])
         assert torch.equal(found[:, 1, :, 192:], before[:, 1, :, 192:])
-    assert torch.equal(cache.values[:, 1, :, length:], values[:, 1, :, length:])
+    assert torch.equal(values_of(cache)[:, 1, :, length:], values[:, 1, :, length:])
 
 
 def test_a_token_attends_to_a_copied_beginning_as_to_the_source(kind: str) -> None:
@@ -97,10 +97,10 @@ def test_a_token_attends_to_a_copied_beginning_as_to_the_source(kind: str) -> No
 def test_a_slot_may_be_copied_to_itself(kind: str) -> None:
     cache = kv_cache(SHAPE, slots=2, max_context=128, kind=kind)
     fill(cache, 1, 100)
-    before = keys_of(cache).clone(), cache.values.clone()
+    before = keys_of(cache).clone(), values_of(cache).clone()
     cache.copy_prefix(1, 1, 70)
     assert torch.equal(keys_of(cache), before[0])
-    assert torch.equal(cache.values, before[1])
+    assert torch.equal(values_of(cache), before[1])
 
 
 def test_a_cleared_slot_holds_nothing_and_its_neighbours_all(kind: str) -> None:

@@ -35,7 +35,7 @@ def test_more_slots_than_fit_are_refused_with_the_number_that_fits(monkeypatch: 
 
 def test_without_being_asked_as_many_slots_as_fit_up_to_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slots(monkeypatch, None, 10 * ROW_BYTES) == 6
-    assert slots(monkeypatch, None, 2**40) == 128
+    assert slots(monkeypatch, None, 2**40) == 256
 
 
 def test_a_model_of_which_not_one_row_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from headrace.worker.engine.placement import (
     make_cache,
 )
 from headrace.worker.engine.weights import load_decoder
+from headrace.worker.memory import keep_freed_memory
 from headrace.worker.models import TextCodec, resolve
 from headrace.worker.runner import Runner
 from headrace.worker.settings import EngineSettings
@@ -34,6 +35,7 @@ class Loaded:
 
 def load(settings: EngineSettings) -> Loaded:
     """Find, read and place a model. Raises ModelError or SettingsError."""
+    keep_freed_memory()
     files = resolve(settings.model, progress=logger.info)
     config = ModelConfig.from_folder(files.folder)
     device = choose_device(settings.device)

@@ -14,7 +14,7 @@ from headrace.worker.engine.config import ModelConfig
 from headrace.worker.engine.kv_cache import KVCache
 
 DEFAULT_MAX_CONTEXT = 2048
-_MOST_SLOTS = {"cpu": 128, "cuda": 256}
+_MOST_SLOTS = 256
 _CGROUP_FILES = (  # a container's limit and use, in both versions of cgroups
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
@@ -82,7 +82,7 @@ def choose_slots(
     row_bytes = config.kv_bytes_per_position(dtype.itemsize) * max_context
     free = int(_free_bytes(device) * _CACHE_SHARE)
     if asked is None:
-        slots = min(_MOST_SLOTS[device.type], free // row_bytes)
+        slots = min(_MOST_SLOTS, free // row_bytes)
         if slots < 1:
             raise ModelError(
                 f"the KV cache of one row takes {row_bytes / 2**20:,.0f} MiB at {max_context} positions, and "

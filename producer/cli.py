@@ -24,10 +24,12 @@ from headrace.producer.tables import progress_table, status_table
 from headrace.producer.writers import open_writer
 from headrace.shared import environment
 from headrace.shared.errors import BatchNotFound, JobNotFound, ResultTimeout
+from headrace.shared.schema import ErrorCode
 
 F = TypeVar("F", bound=Callable[..., Any])
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+_MAX_SKIPPED_SHOWN = 20
 
 _redis_option = click.option(
     "--redis", "redis_url", envvar=environment.REDIS_URL, metavar="URL", help="Redis server, as redis://host:port/db."
@@ -216,6 +218,30 @@ def _cancel_one(producer: Producer, name: str) -> str:
         return "cancelled" if producer.job(name).cancel() else "had ended before"
     except JobNotFound:
         raise JobNotFound(f"no batch and no job {name!r} on the server: never submitted, or expired") from None
+
+
+@click.command()
+@click.argument("batch")
+@click.option(
+    "--code",
+    "codes",
+    type=click.Choice([code.value for code in ErrorCode]),
+    multiple=True,
+    help="Only jobs with this error code; may be repeated.  [default: all but cancelled]",
+)
+@_redis_option
+def retry(batch: str, codes: tuple[str, ...], redis_url: str | None) -> None:
+    """Put the failed jobs of BATCH back on the queue. Collect again afterwards: they get new results."""
+    with Producer(redis_url) as producer:
+        retried = producer.batch(batch).retry(*codes)
+    for name, why in list(retried.skipped.items())[:_MAX_SKIPPED_SHOWN]:
+        click.echo(f"{name}: {why}", err=True)
+    more = len(retried.skipped) - _MAX_SKIPPED_SHOWN
+    if more > 0:
+        click.echo(f"and {more:,} more", err=True)
+    left = f", {len(retried.skipped):,} can't be retried" if retried.skipped else ""
+    click.echo(f"{batch}: {retried.count:,} jobs back on the queue{left}")
+    sys.exit(EXIT_FAILED if retried.skipped else 0)
 
 
 def _chunks(producer: Producer, batch: str, no_wait: bool, timeout: float | None) -> Iterator[list[Any]]:

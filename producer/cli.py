@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -22,26 +22,14 @@ from headrace.producer.progress import ProgressBar, Tally
 from headrace.producer.run import Interrupted, RunOptions, run_file
 from headrace.producer.tables import progress_table, status_table
 from headrace.producer.writers import open_writer
-from headrace.shared import environment
 from headrace.shared.errors import BatchNotFound, JobNotFound, ResultTimeout
+from headrace.shared.options import EngineOptions, engine_options, model_option, queue_option, redis_option, together
 from headrace.shared.schema import ErrorCode
 
-F = TypeVar("F", bound=Callable[..., Any])
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _MAX_SKIPPED_SHOWN = 20
 
-_redis_option = click.option(
-    "--redis", "redis_url", envvar=environment.REDIS_URL, metavar="URL", help="Redis server, as redis://host:port/db."
-)
-_model_option = click.option(
-    "--model",
-    envvar=environment.MODEL,
-    default=environment.DEFAULT_MODEL,
-    show_default=True,
-    help="Model: an alias, a folder, a .gguf file or a Hub id.",
-)
-_queue_option = click.option("--queue", envvar=environment.QUEUE, help="RQ queue.  [default: one for the model]")
 _batch_option = click.option("--batch", metavar="NAME", help="Name of the batch.  [default: the time]")
 _format_option = click.option(
     "--format",
@@ -55,43 +43,29 @@ _output_option = click.option(
 )
 
 
-def _sampling_options(command: F) -> F:
-    """Defaults for requests that don't say; they are checked as any request's field."""
-    options = (
-        click.option("--max-tokens", type=int, help="Most tokens to generate."),
-        click.option("--temperature", type=float, help="0 takes the likeliest token each time."),
-        click.option("--top-k", type=int, help="Sample from the k likeliest; 0 is off."),
-        click.option("--top-p", type=float, help="Sample from the likeliest that make up this probability."),
-        click.option("--seed", type=int, help="Fixes the randomness."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+# Defaults for requests that don't say; they are checked as any request's field.
+_sampling_options = together(
+    click.option("--max-tokens", type=int, help="Most tokens to generate."),
+    click.option("--temperature", type=float, help="0 takes the likeliest token each time."),
+    click.option("--top-k", type=int, help="Sample from the k likeliest; 0 is off."),
+    click.option("--top-p", type=float, help="Sample from the likeliest that make up this probability."),
+    click.option("--seed", type=int, help="Fixes the randomness."),
+)
 
 
 @click.command()
 @click.argument("input")
 @_output_option
-@_model_option
-@click.option("--slots", type=int, envvar=environment.SLOTS, help="Jobs decoded at once.")
-@click.option("--dtype", envvar=environment.DTYPE, help="bfloat16, float16 or float32.")
-@click.option("--device", envvar=environment.DEVICE, help="cpu, cuda or cuda:N.")
-@click.option("--quantization", envvar=environment.QUANTIZATION, help="int8: faster on a CPU, less exact.")
-@click.option("--max-context", type=int, envvar=environment.MAX_CONTEXT, help="Most tokens of prompt and answer.")
-@_queue_option
-@_redis_option
+@engine_options
+@queue_option
+@redis_option("a private server for the run")
 @_batch_option
 @_format_option
 @_sampling_options
 def run(
     input: str,
     output: str,
-    model: str,
-    slots: int | None,
-    dtype: str | None,
-    device: str | None,
-    quantization: str | None,
-    max_context: int | None,
+    engine: EngineOptions,
     queue: str | None,
     redis_url: str | None,
     batch: str | None,
@@ -103,18 +77,15 @@ def run(
     INPUT is JSON Lines of requests, OpenAI Batch lines, or text with one prompt a line; plain, gzip or zstd; - is
     standard input. Without --redis a private server is started for the run.
     """
-    given = {"--slots": slots, "--dtype": dtype, "--device": device, "--max-context": max_context}
-    given["--quantization"] = quantization
     options = RunOptions(
         input=input,
         output=output,
-        model=model,
+        engine=engine,
         queue=queue,
         format=format,
         batch=batch,
         redis_url=redis_url,
         defaults=defaults,
-        worker_arguments=[word for name, value in given.items() if value is not None for word in (name, str(value))],
     )
     try:
         with signals_raise_once():
@@ -132,9 +103,9 @@ def run(
 @click.command()
 @click.argument("input")
 @_batch_option
-@_model_option
-@_queue_option
-@_redis_option
+@model_option
+@queue_option
+@redis_option()
 @_format_option
 @_sampling_options
 def submit(
@@ -163,7 +134,7 @@ def submit(
 @_output_option
 @click.option("--no-wait", is_flag=True, help="Write what is finished now, and end.")
 @click.option("--timeout", type=float, metavar="S", help="Give up after so many seconds.")
-@_redis_option
+@redis_option()
 def collect(batch: str, output: str, no_wait: bool, timeout: float | None, redis_url: str | None) -> None:
     """Write the answers of BATCH to OUTPUT as they finish, until all are there."""
     tally = Tally(live=False)
@@ -186,7 +157,7 @@ def collect(batch: str, output: str, no_wait: bool, timeout: float | None, redis
 @click.command()
 @click.argument("batch", required=False)
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
-@_redis_option
+@redis_option()
 def status(batch: str | None, as_json: bool, redis_url: str | None) -> None:
     """Show queues, workers and batches, or how far BATCH is."""
     with Producer(redis_url) as producer:
@@ -201,7 +172,7 @@ def status(batch: str | None, as_json: bool, redis_url: str | None) -> None:
 
 @click.command()
 @click.argument("names", nargs=-1, required=True, metavar="BATCH_OR_JOB...")
-@_redis_option
+@redis_option()
 def cancel(names: tuple[str, ...], redis_url: str | None) -> None:
     """Cancel batches and jobs: what waits ends at once, what runs ends soon, with its text so far."""
     with Producer(redis_url) as producer:
@@ -229,7 +200,7 @@ def _cancel_one(producer: Producer, name: str) -> str:
     multiple=True,
     help="Only jobs with this error code; may be repeated.  [default: all but cancelled]",
 )
-@_redis_option
+@redis_option()
 def retry(batch: str, codes: tuple[str, ...], redis_url: str | None) -> None:
     """Put the failed jobs of BATCH back on the queue. Collect again afterwards: they get new results."""
     with Producer(redis_url) as producer:

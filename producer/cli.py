@@ -17,12 +17,12 @@ from headrace.producer.files import readable_twice
 from headrace.producer.formats import preflight, read_lines
 from headrace.producer.interrupts import signals_raise_once
 from headrace.producer.jobs import remaining_s
-from headrace.producer.lines import check_defaults
+from headrace.producer.lines import Chat, check_defaults
 from headrace.producer.progress import ProgressBar, Tally
 from headrace.producer.run import Interrupted, RunOptions, run_file
 from headrace.producer.tables import progress_table, status_table
 from headrace.producer.writers import open_writer
-from headrace.shared.errors import BatchNotFound, JobNotFound, ResultTimeout
+from headrace.shared.errors import BatchNotFound, JobNotFound, ResultTimeout, SettingsError
 from headrace.shared.options import EngineOptions, engine_options, model_option, queue_option, redis_option, together
 from headrace.shared.schema import ErrorCode
 
@@ -43,6 +43,15 @@ _output_option = click.option(
 )
 
 
+_chat_options = together(
+    click.option(
+        "--chat",
+        is_flag=True,
+        help="Send each prompt as a user's message, through the model's chat template. Lines with messages stay as "
+        "they are.",
+    ),
+    click.option("--system", metavar="TEXT", help="With --chat: a system message before each prompt."),
+)
 # Defaults for requests that don't say; they are checked as any request's field.
 _sampling_options = together(
     click.option("--max-tokens", type=int, help="Most tokens to generate."),
@@ -61,6 +70,7 @@ _sampling_options = together(
 @redis_option("a private server for the run")
 @_batch_option
 @_format_option
+@_chat_options
 @_sampling_options
 def run(
     input: str,
@@ -70,6 +80,8 @@ def run(
     redis_url: str | None,
     batch: str | None,
     format: str,
+    chat: bool,
+    system: str | None,
     **defaults: Any,
 ) -> None:
     """Run all prompts of INPUT through a model on this machine and write the answers to OUTPUT.
@@ -83,6 +95,7 @@ def run(
         engine=engine,
         queue=queue,
         format=format,
+        chat=_chat(chat, system),
         batch=batch,
         redis_url=redis_url,
         defaults=defaults,
@@ -107,6 +120,7 @@ def run(
 @queue_option
 @redis_option()
 @_format_option
+@_chat_options
 @_sampling_options
 def submit(
     input: str,
@@ -115,14 +129,17 @@ def submit(
     queue: str | None,
     redis_url: str | None,
     format: str,
+    chat: bool,
+    system: str | None,
     **defaults: Any,
 ) -> None:
     """Queue all prompts of INPUT as a batch. INPUT is as for `headrace run`."""
     checked = check_defaults(defaults)
+    as_chat = _chat(chat, system)
     with readable_twice(input) as path, Producer(redis_url, model=model, queue=queue) as producer:
-        found = preflight(path, format, checked)
+        found = preflight(path, format, checked, as_chat)
         submission = producer._submission(batch, {}, source=found.source)
-        made = producer._submit(read_lines(path, found.format, checked), submission, checked=True)
+        made = producer._submit(read_lines(path, found.format, checked, as_chat), submission, checked=True)
         count = producer.batch(made.name).progress().total
     bad = f", of which {found.bad:,} malformed (first: {found.first_error})" if found.bad else ""
     click.echo(f"batch {made.name}: {count:,} jobs{bad}")
@@ -213,6 +230,12 @@ def retry(batch: str, codes: tuple[str, ...], redis_url: str | None) -> None:
     left = f", {len(retried.skipped):,} can't be retried" if retried.skipped else ""
     click.echo(f"{batch}: {retried.count:,} jobs back on the queue{left}")
     sys.exit(EXIT_FAILED if retried.skipped else 0)
+
+
+def _chat(chat: bool, system: str | None) -> Chat | None:
+    if system is not None and not chat:
+        raise SettingsError("--system belongs to --chat, which sends prompts as messages; give both")
+    return Chat(system) if chat else None
 
 
 def _chunks(producer: Producer, batch: str, no_wait: bool, timeout: float | None) -> Iterator[list[Any]]:

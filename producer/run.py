@@ -14,7 +14,7 @@ from headrace.producer.client import Producer
 from headrace.producer.embedded import EmbeddedServer
 from headrace.producer.files import readable_twice
 from headrace.producer.formats import Preflight, preflight, read_lines
-from headrace.producer.lines import Line, check_defaults
+from headrace.producer.lines import Chat, Line, check_defaults
 from headrace.producer.progress import ProgressBar, Tally
 from headrace.producer.settings import new_batch_name
 from headrace.producer.submission import Submission
@@ -38,6 +38,7 @@ class RunOptions:
     engine: EngineOptions
     queue: str | None = None
     format: str = "auto"
+    chat: Chat | None = None
     batch: str | None = None
     redis_url: str | None = None
     defaults: Mapping[str, Any]
@@ -55,7 +56,7 @@ def run_file(options: RunOptions) -> tuple[Tally, ResultWriter]:
         raise InputError(f"{options.output} is the input; write the answers to another file")
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(readable_twice(options.input))
-        found = preflight(path, options.format, defaults)
+        found = preflight(path, options.format, defaults, options.chat)
         writer = stack.enter_context(open_writer(options.output, found.source))
         url = options.redis_url or stack.enter_context(EmbeddedServer()).url
         queue = options.queue or keys.queue_name(options.engine.model)
@@ -119,7 +120,7 @@ class Feeder:
     ) -> None:
         self.producer = producer
         self.num_jobs = found.count
-        self._lines = read_lines(path, found.format, defaults)
+        self._lines = read_lines(path, found.format, defaults, found.chat)
         self._submission: Submission = producer._submission(name, {}, source=found.source, listed=listed)
         self._room = max_unfinished
         self._changed = threading.Condition()

@@ -289,3 +289,16 @@ def test_submitting_a_batch_again_says_how_to_retry_it(invoke: Any, prompts: Pat
     outcome = invoke("submit", prompts, "--batch", "b")
     assert outcome.exit_code == 2
     assert "headrace retry b" in outcome.stderr
+
+
+def test_chat_sends_prompts_as_messages(invoke: Any, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("one\ntwo\n")
+    for command in (("run", "in.txt", "-o", "out.jsonl"), ("submit", "in.txt", "--batch", "b")):
+        assert invoke(*command, "--chat", "--system", "Be brief.").exit_code == 0
+    assert json.loads(answers(tmp_path / "out.jsonl")["line-2"]["outputs"][0]["text"][1:-1]) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "two"},
+    ]
+    outcome = invoke("submit", "in.txt", "--system", "Be brief.")
+    assert (outcome.exit_code, outcome.stderr.count("\n")) == (2, 1)
+    assert "--system belongs to --chat" in outcome.stderr

@@ -116,7 +116,7 @@ def test_a_slot_that_another_row_has_got_or_that_was_wiped_is_not_used() -> None
 
 
 def longest_by_trying(rows: dict[int, Row], prompt: list[int]) -> tuple[int, int]:
-    """How many positions can be copied, if that is worth it, and how many could be later: token by token over all slots.
+    """How many positions are worth copying, and how many could be later: token by token over all slots.
 
     Prompts that have less than MIN_SHARED in common are not looked at.
     """

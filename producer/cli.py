@@ -24,7 +24,6 @@ from headrace.producer.tables import progress_table, status_table
 from headrace.producer.writers import open_writer
 from headrace.shared.errors import BatchNotFound, JobNotFound, ResultTimeout, SettingsError
 from headrace.shared.options import EngineOptions, engine_options, model_option, queue_option, redis_option, together
-from headrace.shared.schema import ErrorCode
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -39,7 +38,11 @@ _format_option = click.option(
     help="What the input's lines are; auto looks at the first.",
 )
 _output_option = click.option(
-    "-o", "--output", required=True, metavar="OUTPUT", help="File for the answers; - is standard output."
+    "-o",
+    "--output",
+    required=True,
+    metavar="OUTPUT",
+    help="File for the answers, which is replaced; - is standard output.",
 )
 
 
@@ -54,15 +57,25 @@ _chat_options = together(
 )
 # Defaults for requests that don't say; they are checked as any request's field.
 _sampling_options = together(
-    click.option("--max-tokens", type=int, help="Most tokens to generate."),
-    click.option("--temperature", type=float, help="0 takes the likeliest token each time."),
-    click.option("--top-k", type=int, help="Sample from the k likeliest; 0 is off."),
-    click.option("--top-p", type=float, help="Sample from the likeliest that make up this probability."),
-    click.option("--seed", type=int, help="Fixes the randomness."),
+    click.option(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="Most tokens of an answer; this and the next four are for lines that don't say.  [default: 256]",
+    ),
+    click.option("--temperature", type=float, metavar="T", help="0 takes the likeliest token each time.  [default: 1]"),
+    click.option("--top-k", type=int, metavar="K", help="Sample from the K likeliest.  [default: 0, all]"),
+    click.option(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="Sample from the likeliest that make up this probability.  [default: 1]",
+    ),
+    click.option("--seed", type=int, metavar="N", help="Fixes the randomness.  [default: each job's id]"),
 )
 
 
-@click.command()
+@click.command(short_help="Answer all prompts of a file on this machine.")
 @click.argument("input")
 @_output_option
 @engine_options
@@ -133,7 +146,10 @@ def submit(
     system: str | None,
     **defaults: Any,
 ) -> None:
-    """Queue all prompts of INPUT as a batch. INPUT is as for `headrace run`."""
+    """Queue all prompts of INPUT as a batch. INPUT is as for `headrace run`.
+
+    Any `headrace worker` of the queue runs them; `headrace collect` writes the answers.
+    """
     checked = check_defaults(defaults)
     as_chat = _chat(chat, system)
     with readable_twice(input) as path, Producer(redis_url, model=model, queue=queue) as producer:
@@ -146,14 +162,17 @@ def submit(
     click.echo(f"collect the answers with: headrace collect {made.name} -o results.jsonl")
 
 
-@click.command()
+@click.command(short_help="Write the answers of a batch to a file.")
 @click.argument("batch")
 @_output_option
 @click.option("--no-wait", is_flag=True, help="Write what is finished now, and end.")
 @click.option("--timeout", type=float, metavar="S", help="Give up after so many seconds.")
 @redis_option()
 def collect(batch: str, output: str, no_wait: bool, timeout: float | None, redis_url: str | None) -> None:
-    """Write the answers of BATCH to OUTPUT as they finish, until all are there."""
+    """Write the answers of BATCH to OUTPUT as they finish, until all are there.
+
+    They stay on the server; to collect again writes OUTPUT anew.
+    """
     tally = Tally(live=False)
     try:
         with Producer(redis_url) as producer:
@@ -187,7 +206,7 @@ def status(batch: str | None, as_json: bool, redis_url: str | None) -> None:
     click.echo(json.dumps(asdict(found)) if as_json else status_table(found))
 
 
-@click.command()
+@click.command(short_help="Cancel batches and jobs.")
 @click.argument("names", nargs=-1, required=True, metavar="BATCH_OR_JOB...")
 @redis_option()
 def cancel(names: tuple[str, ...], redis_url: str | None) -> None:
@@ -213,13 +232,16 @@ def _cancel_one(producer: Producer, name: str) -> str:
 @click.option(
     "--code",
     "codes",
-    type=click.Choice([code.value for code in ErrorCode]),
+    metavar="CODE",
     multiple=True,
-    help="Only jobs with this error code; may be repeated.  [default: all but cancelled]",
+    help="Only jobs with this error code, such as worker_lost; may be repeated.  [default: all but cancelled]",
 )
 @redis_option()
 def retry(batch: str, codes: tuple[str, ...], redis_url: str | None) -> None:
-    """Put the failed jobs of BATCH back on the queue. Collect again afterwards: they get new results."""
+    """Put the failed jobs of BATCH back on the queue.
+
+    Their results are taken back; `headrace collect` writes all answers anew once they have run again.
+    """
     with Producer(redis_url) as producer:
         retried = producer.batch(batch).retry(*codes)
     for name, why in list(retried.skipped.items())[:_MAX_SKIPPED_SHOWN]:

@@ -82,7 +82,10 @@ from headrace.worker.settings import (
     help="The most that a job's data may have, unpacked.",
 )
 @click.option(
-    "--limit-max-tokens", type=int, envvar=environment.LIMIT_MAX_TOKENS, help="The most that a job may ask for."
+    "--limit-max-tokens",
+    type=int,
+    envvar=environment.LIMIT_MAX_TOKENS,
+    help="The most max_tokens that a job may ask for.  [default: what the context holds]",
 )
 @click.option(
     "--limit-stops",
@@ -99,7 +102,14 @@ from headrace.worker.settings import (
     metavar="FILE",
     help="Measure the engine, and write its counts, times and memory to FILE at the end.",
 )
-@click.option("--log-level", envvar=environment.LOG_LEVEL, default="INFO", show_default=True)
+@click.option(
+    "--log-level",
+    envvar=environment.LOG_LEVEL,
+    default="INFO",
+    show_default=True,
+    metavar="LEVEL",
+    help="DEBUG, INFO, WARNING or ERROR.",
+)
 def worker(
     engine: EngineOptions,
     redis_url: str | None,

@@ -43,9 +43,9 @@ _json_option = click.option(
 
 # Defaults for requests that don't say.
 _sampling_options = together(
-    click.option("--temperature", type=float, default=0.8, show_default=True),
-    click.option("--top-k", type=int, default=50, show_default=True),
-    click.option("--top-p", type=float, default=0.95, show_default=True),
+    click.option("--temperature", type=float, default=0.8, show_default=True, help="For requests that don't say."),
+    click.option("--top-k", type=int, default=50, show_default=True, help="For requests that don't say."),
+    click.option("--top-p", type=float, default=0.95, show_default=True, help="For requests that don't say."),
 )
 
 

@@ -3,6 +3,7 @@
 from headrace.producer.aio import AsyncBatch, AsyncJob, AsyncProducer
 from headrace.producer.batches import Progress
 from headrace.producer.client import Batch, Job, Producer
+from headrace.producer.retry import Retried
 from headrace.producer.status import BatchStatus, QueueStatus, ServerStatus, WorkerStatus
 from headrace.shared.errors import (
     BatchExists,
@@ -53,6 +54,7 @@ __all__ = [
     "Request",
     "Result",
     "ResultTimeout",
+    "Retried",
     "ServerStatus",
     "ServerUnavailable",
     "SettingsError",

@@ -16,6 +16,7 @@ from headrace.producer.batches import Collector, Progress, batch_progress
 from headrace.producer.cancel import cancel_batch, cancel_job
 from headrace.producer.client import Item
 from headrace.producer.jobs import job_status, remaining_s, submit_entry, wait_for_result
+from headrace.producer.retry import Retried, retry_batch
 from headrace.producer.status import ServerStatus, server_status
 from headrace.producer.steps import MAX_BLOCK_S, Call, Steps, describe, server_error
 from headrace.producer.submission import Submission
@@ -191,6 +192,10 @@ class AsyncBatch:
     async def cancel(self) -> int:
         """As Batch.cancel."""
         return await self._producer._run(cancel_batch(self.name, self._producer._settings.result_ttl_s))
+
+    async def retry(self, *codes: str) -> Retried:
+        """As Batch.retry."""
+        return await self._producer._run(retry_batch(self.name, codes, self._producer._settings.result_ttl_s))
 
 
 async def _each(items: Iterable[Item] | AsyncIterable[Item]) -> AsyncIterator[Item]:

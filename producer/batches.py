@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from headrace.producer import steps
 from headrace.producer.jobs import lost_result, parse_result
-from headrace.producer.steps import Call, Command, Steps, stream_entries, text
+from headrace.producer.steps import Call, Command, Steps, stream_entries
 from headrace.shared import keys
 from headrace.shared.errors import BatchNotFound
 from headrace.shared.schema import Result
@@ -66,33 +67,30 @@ def batch_not_found_text(name: str) -> str:
 class Collector:
     """Reads a batch's results in the order of finishing; `finished` when there are no more to come.
 
-    It holds one chunk of results. Each result comes once.
+    It holds one chunk of results. Each result comes once; a job that is retried meanwhile has another, which comes too.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.num_seen = 0
         self.finished = False
         self._last_id = "0-0"
-        self._total = -1
+        self._progress: Progress | None = None
 
     def take(self, block_s: float) -> Steps[list[Result]]:
         """The next results, at most RESULTS_CHUNK; waits up to `block_s` if there is none. Raises BatchNotFound."""
-        if self._total < 0:
-            self._note((yield Call([self._header()]))[0])
+        if self._progress is None:
+            self._note(*(yield Call(self._state(), atomic=True)))
         if self.finished:
             return []
         (reply,) = yield Call([self._read(block_s)], blocking=block_s > 0)
-        entries = stream_entries(reply)
-        job_ids = [values.get("job_id", "") for _, values in entries]
-        commands = [self._header()]
-        if job_ids:
+        entries = [(entry_id, values.get("job_id", "")) for entry_id, values in stream_entries(reply)]
+        commands: list[Command] = []
+        if entries:
             self._last_id = entries[-1][0]
-            self.num_seen += len(job_ids)
-            commands.append(("MGET", *(keys.result(job_id) for job_id in job_ids)))
-        header, *stored = yield Call(commands)
-        self._note(header)
-        return [self._result(*pair) for pair in zip(job_ids, stored[0], strict=True)] if stored else []
+            commands.append(("MGET", *(keys.result(job_id) for _, job_id in entries)))
+        *stored, header, more = yield Call([*commands, *self._state()], atomic=True)
+        self._note(header, more)
+        return (yield from self._results(entries, stored[0])) if stored else []
 
     def forget(self, results: Sequence[Result], queues: Sequence[str]) -> Steps[None]:
         """Delete from the server all that is kept of these jobs, which `take` gave, for a server that is ours alone."""
@@ -107,22 +105,36 @@ class Collector:
         yield Call(commands)
 
     def counts(self) -> str:
-        """For error texts: how many results of how many jobs were seen."""
-        return f"{self.num_seen:,} of {max(self._total, 0):,} jobs have their result"
+        """For error texts: how many of how many jobs have their result."""
+        done, total = (self._progress.done, self._progress.total) if self._progress else (0, 0)
+        return f"{done:,} of {total:,} jobs have their result"
 
-    def _header(self) -> Command:
-        return ("HMGET", keys.batch(self.name), "created_at", "total", "submitted")
+    def _state(self) -> list[Command]:
+        """The batch's counts, and whether there is another entry: as of one moment, so that none can be missed."""
+        return [("HGETALL", keys.batch(self.name)), self._read(0.0, count=1)]
 
-    def _read(self, block_s: float) -> Command:
+    def _read(self, block_s: float, count: int = RESULTS_CHUNK) -> Command:
         block = ("BLOCK", math.ceil(block_s * 1000)) if block_s > 0 else ()  # rounded up: 0 would block for ever
-        return ("XREAD", "COUNT", RESULTS_CHUNK, *block, "STREAMS", keys.batch_done(self.name), self._last_id)
+        return ("XREAD", "COUNT", count, *block, "STREAMS", keys.batch_done(self.name), self._last_id)
 
-    def _note(self, header: Sequence[bytes | None]) -> None:
-        created_at, total, submitted = header
-        if created_at is None:
+    def _note(self, header: Any, more: Any) -> None:
+        found = steps.fields(header)
+        if "created_at" not in found:
             raise BatchNotFound(batch_not_found_text(self.name))
-        self._total = _count(text(total))
-        self.finished = text(submitted) == "1" and self.num_seen >= self._total
+        self._progress = progress_of(found)
+        self.finished = self._progress.finished and not more
+
+    def _results(self, entries: Sequence[tuple[str, str]], stored: Sequence[bytes | None]) -> Steps[list[Result]]:
+        """The results of entries, given as their ids and jobs. One without a result may have been retried just now."""
+        done = keys.batch_done(self.name)
+        missing = [entry_id for (entry_id, _), raw in zip(entries, stored, strict=True) if raw is None]
+        found = (yield Call([("XRANGE", done, entry_id, entry_id) for entry_id in missing])) if missing else []
+        retried = {entry_id for entry_id, reply in zip(missing, found, strict=True) if not reply}
+        return [
+            self._result(job_id, raw)
+            for (entry_id, job_id), raw in zip(entries, stored, strict=True)
+            if entry_id not in retried
+        ]
 
     def _result(self, job_id: str, raw: bytes | None) -> Result:
         if raw is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -17,29 +17,18 @@ from headrace.producer.files import readable_twice
 from headrace.producer.formats import preflight, read_lines
 from headrace.producer.interrupts import signals_raise_once
 from headrace.producer.jobs import remaining_s
-from headrace.producer.lines import check_defaults
+from headrace.producer.lines import Chat, check_defaults
 from headrace.producer.progress import ProgressBar, Tally
 from headrace.producer.run import Interrupted, RunOptions, run_file
 from headrace.producer.tables import progress_table, status_table
 from headrace.producer.writers import open_writer
-from headrace.shared import environment
-from headrace.shared.errors import BatchNotFound, JobNotFound, ResultTimeout
+from headrace.shared.errors import BatchNotFound, JobNotFound, ResultTimeout, SettingsError
+from headrace.shared.options import EngineOptions, engine_options, model_option, queue_option, redis_option, together
 
-F = TypeVar("F", bound=Callable[..., Any])
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+_MAX_SKIPPED_SHOWN = 20
 
-_redis_option = click.option(
-    "--redis", "redis_url", envvar=environment.REDIS_URL, metavar="URL", help="Redis server, as redis://host:port/db."
-)
-_model_option = click.option(
-    "--model",
-    envvar=environment.MODEL,
-    default=environment.DEFAULT_MODEL,
-    show_default=True,
-    help="Model: an alias, a folder, a .gguf file or a Hub id.",
-)
-_queue_option = click.option("--queue", envvar=environment.QUEUE, help="RQ queue.  [default: one for the model]")
 _batch_option = click.option("--batch", metavar="NAME", help="Name of the batch.  [default: the time]")
 _format_option = click.option(
     "--format",
@@ -49,51 +38,63 @@ _format_option = click.option(
     help="What the input's lines are; auto looks at the first.",
 )
 _output_option = click.option(
-    "-o", "--output", required=True, metavar="OUTPUT", help="File for the answers; - is standard output."
+    "-o",
+    "--output",
+    required=True,
+    metavar="OUTPUT",
+    help="File for the answers, which is replaced; - is standard output.",
 )
 
 
-def _sampling_options(command: F) -> F:
-    """Defaults for requests that don't say; they are checked as any request's field."""
-    options = (
-        click.option("--max-tokens", type=int, help="Most tokens to generate."),
-        click.option("--temperature", type=float, help="0 takes the likeliest token each time."),
-        click.option("--top-k", type=int, help="Sample from the k likeliest; 0 is off."),
-        click.option("--top-p", type=float, help="Sample from the likeliest that make up this probability."),
-        click.option("--seed", type=int, help="Fixes the randomness."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+_chat_options = together(
+    click.option(
+        "--chat",
+        is_flag=True,
+        help="Send each prompt as a user's message, through the model's chat template. Lines with messages stay as "
+        "they are.",
+    ),
+    click.option("--system", metavar="TEXT", help="With --chat: a system message before each prompt."),
+)
+# Defaults for requests that don't say; they are checked as any request's field.
+_sampling_options = together(
+    click.option(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="Most tokens of an answer; this and the next four are for lines that don't say.  [default: 256]",
+    ),
+    click.option("--temperature", type=float, metavar="T", help="0 takes the likeliest token each time.  [default: 1]"),
+    click.option("--top-k", type=int, metavar="K", help="Sample from the K likeliest.  [default: 0, all]"),
+    click.option(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="Sample from the likeliest that make up this probability.  [default: 1]",
+    ),
+    click.option("--seed", type=int, metavar="N", help="Fixes the randomness.  [default: each job's id]"),
+)
 
 
-@click.command()
+@click.command(short_help="Answer all prompts of a file on this machine.")
 @click.argument("input")
 @_output_option
-@_model_option
-@click.option("--slots", type=int, envvar=environment.SLOTS, help="Jobs decoded at once.")
-@click.option("--dtype", envvar=environment.DTYPE, help="bfloat16, float16 or float32.")
-@click.option("--device", envvar=environment.DEVICE, help="cpu, cuda or cuda:N.")
-@click.option("--quantization", envvar=environment.QUANTIZATION, help="int8: faster on a CPU, less exact.")
-@click.option("--max-context", type=int, envvar=environment.MAX_CONTEXT, help="Most tokens of prompt and answer.")
-@_queue_option
-@_redis_option
+@engine_options
+@queue_option
+@redis_option("a private server for the run")
 @_batch_option
 @_format_option
+@_chat_options
 @_sampling_options
 def run(
     input: str,
     output: str,
-    model: str,
-    slots: int | None,
-    dtype: str | None,
-    device: str | None,
-    quantization: str | None,
-    max_context: int | None,
+    engine: EngineOptions,
     queue: str | None,
     redis_url: str | None,
     batch: str | None,
     format: str,
+    chat: bool,
+    system: str | None,
     **defaults: Any,
 ) -> None:
     """Run all prompts of INPUT through a model on this machine and write the answers to OUTPUT.
@@ -101,18 +102,16 @@ def run(
     INPUT is JSON Lines of requests, OpenAI Batch lines, or text with one prompt a line; plain, gzip or zstd; - is
     standard input. Without --redis a private server is started for the run.
     """
-    given = {"--slots": slots, "--dtype": dtype, "--device": device, "--max-context": max_context}
-    given["--quantization"] = quantization
     options = RunOptions(
         input=input,
         output=output,
-        model=model,
+        engine=engine,
         queue=queue,
         format=format,
+        chat=_chat(chat, system),
         batch=batch,
         redis_url=redis_url,
         defaults=defaults,
-        worker_arguments=[word for name, value in given.items() if value is not None for word in (name, str(value))],
     )
     try:
         with signals_raise_once():
@@ -130,10 +129,11 @@ def run(
 @click.command()
 @click.argument("input")
 @_batch_option
-@_model_option
-@_queue_option
-@_redis_option
+@model_option
+@queue_option
+@redis_option()
 @_format_option
+@_chat_options
 @_sampling_options
 def submit(
     input: str,
@@ -142,28 +142,37 @@ def submit(
     queue: str | None,
     redis_url: str | None,
     format: str,
+    chat: bool,
+    system: str | None,
     **defaults: Any,
 ) -> None:
-    """Queue all prompts of INPUT as a batch. INPUT is as for `headrace run`."""
+    """Queue all prompts of INPUT as a batch. INPUT is as for `headrace run`.
+
+    Any `headrace worker` of the queue runs them; `headrace collect` writes the answers.
+    """
     checked = check_defaults(defaults)
+    as_chat = _chat(chat, system)
     with readable_twice(input) as path, Producer(redis_url, model=model, queue=queue) as producer:
-        found = preflight(path, format, checked)
+        found = preflight(path, format, checked, as_chat)
         submission = producer._submission(batch, {}, source=found.source)
-        made = producer._submit(read_lines(path, found.format, checked), submission, checked=True)
+        made = producer._submit(read_lines(path, found.format, checked, as_chat), submission, checked=True)
         count = producer.batch(made.name).progress().total
     bad = f", of which {found.bad:,} malformed (first: {found.first_error})" if found.bad else ""
     click.echo(f"batch {made.name}: {count:,} jobs{bad}")
     click.echo(f"collect the answers with: headrace collect {made.name} -o results.jsonl")
 
 
-@click.command()
+@click.command(short_help="Write the answers of a batch to a file.")
 @click.argument("batch")
 @_output_option
 @click.option("--no-wait", is_flag=True, help="Write what is finished now, and end.")
 @click.option("--timeout", type=float, metavar="S", help="Give up after so many seconds.")
-@_redis_option
+@redis_option()
 def collect(batch: str, output: str, no_wait: bool, timeout: float | None, redis_url: str | None) -> None:
-    """Write the answers of BATCH to OUTPUT as they finish, until all are there."""
+    """Write the answers of BATCH to OUTPUT as they finish, until all are there.
+
+    They stay on the server; to collect again writes OUTPUT anew.
+    """
     tally = Tally(live=False)
     try:
         with Producer(redis_url) as producer:
@@ -184,7 +193,7 @@ def collect(batch: str, output: str, no_wait: bool, timeout: float | None, redis
 @click.command()
 @click.argument("batch", required=False)
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
-@_redis_option
+@redis_option()
 def status(batch: str | None, as_json: bool, redis_url: str | None) -> None:
     """Show queues, workers and batches, or how far BATCH is."""
     with Producer(redis_url) as producer:
@@ -197,9 +206,9 @@ def status(batch: str | None, as_json: bool, redis_url: str | None) -> None:
     click.echo(json.dumps(asdict(found)) if as_json else status_table(found))
 
 
-@click.command()
+@click.command(short_help="Cancel batches and jobs.")
 @click.argument("names", nargs=-1, required=True, metavar="BATCH_OR_JOB...")
-@_redis_option
+@redis_option()
 def cancel(names: tuple[str, ...], redis_url: str | None) -> None:
     """Cancel batches and jobs: what waits ends at once, what runs ends soon, with its text so far."""
     with Producer(redis_url) as producer:
@@ -216,6 +225,39 @@ def _cancel_one(producer: Producer, name: str) -> str:
         return "cancelled" if producer.job(name).cancel() else "had ended before"
     except JobNotFound:
         raise JobNotFound(f"no batch and no job {name!r} on the server: never submitted, or expired") from None
+
+
+@click.command()
+@click.argument("batch")
+@click.option(
+    "--code",
+    "codes",
+    metavar="CODE",
+    multiple=True,
+    help="Only jobs with this error code, such as worker_lost; may be repeated.  [default: all but cancelled]",
+)
+@redis_option()
+def retry(batch: str, codes: tuple[str, ...], redis_url: str | None) -> None:
+    """Put the failed jobs of BATCH back on the queue.
+
+    Their results are taken back; `headrace collect` writes all answers anew once they have run again.
+    """
+    with Producer(redis_url) as producer:
+        retried = producer.batch(batch).retry(*codes)
+    for name, why in list(retried.skipped.items())[:_MAX_SKIPPED_SHOWN]:
+        click.echo(f"{name}: {why}", err=True)
+    more = len(retried.skipped) - _MAX_SKIPPED_SHOWN
+    if more > 0:
+        click.echo(f"and {more:,} more", err=True)
+    left = f", {len(retried.skipped):,} can't be retried" if retried.skipped else ""
+    click.echo(f"{batch}: {retried.count:,} jobs back on the queue{left}")
+    sys.exit(EXIT_FAILED if retried.skipped else 0)
+
+
+def _chat(chat: bool, system: str | None) -> Chat | None:
+    if system is not None and not chat:
+        raise SettingsError("--system belongs to --chat, which sends prompts as messages; give both")
+    return Chat(system) if chat else None
 
 
 def _chunks(producer: Producer, batch: str, no_wait: bool, timeout: float | None) -> Iterator[list[Any]]:

@@ -14,6 +14,7 @@ from headrace.producer.batches import Collector, Progress, batch_fields, batch_p
 from headrace.producer.cancel import cancel_batch, cancel_job
 from headrace.producer.jobs import job_status, remaining_s, submit_entry, wait_for_result
 from headrace.producer.lines import Line
+from headrace.producer.retry import Retried, retry_batch
 from headrace.producer.status import ServerStatus, server_status
 from headrace.producer.steps import MAX_BLOCK_S, Steps, describe, drive
 from headrace.producer.submission import Submission
@@ -168,6 +169,7 @@ class Batch:
     def results(self, timeout: float | None = None) -> Iterator[Result]:
         """All results in the order of finishing, each as soon as it is there; ends with the batch's last.
 
+        A job that is retried after its result has come here comes again.
         Raises BatchNotFound, and ResultTimeout when `timeout` seconds after the call it has not ended.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -188,6 +190,13 @@ class Batch:
     def cancel(self) -> int:
         """Cancel what has not ended; returns how many jobs that were. Raises BatchNotFound."""
         return self._producer._run(cancel_batch(self.name, self._producer._settings.result_ttl_s))
+
+    def retry(self, *codes: str) -> Retried:
+        """Queue the failed jobs once more: those with one of these error codes, or all but the cancelled ones.
+
+        Their results are taken back; each has one again when it has run. Raises BatchNotFound, SettingsError.
+        """
+        return self._producer._run(retry_batch(self.name, codes, self._producer._settings.result_ttl_s))
 
     def source(self) -> str:
         """The form of the input: "requests" or "openai". Raises BatchNotFound."""

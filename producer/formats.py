@@ -12,7 +12,7 @@ from functools import partial
 
 from headrace.producer.duplicates import MAX_NAMED, IdIndex, duplicate_text, raise_duplicates
 from headrace.producer.files import MAX_LINE_BYTES, RawLine, raw_lines
-from headrace.producer.lines import Defaults, Line, bad_line, line_from_file
+from headrace.producer.lines import Chat, Defaults, Line, bad_line, line_from_file
 from headrace.producer.openai_batch import CHAT_URL, COMPLETIONS_URL, parse_openai_line
 from headrace.shared.errors import InputError
 
@@ -36,6 +36,7 @@ class Preflight:
     bad: int
     format: Format
     first_error: str | None
+    chat: Chat | None = None
 
     @property
     def source(self) -> str:
@@ -43,16 +44,18 @@ class Preflight:
         return self.format.value if self.format.value.startswith("openai") else "requests"
 
 
-def preflight(path: str, format: str = AUTO, defaults: Defaults | None = None) -> Preflight:
+def preflight(path: str, format: str = AUTO, defaults: Defaults | None = None, chat: Chat | None = None) -> Preflight:
     """Read a whole input and check every line of it. `format`: auto, jsonl, text or openai.
 
-    Raises InputError if it can't be read or holds no request, DuplicateIds if an id stands twice.
+    Raises InputError if it can't be read, holds no request or can't be made a chat, DuplicateIds if an id stands twice.
     """
     found = detect_format(path, format)
+    if chat is not None and found not in (Format.TEXT, Format.JSONL):
+        raise InputError(f"{path} has OpenAI Batch lines, whose url says whether they are a chat; leave --chat out")
     count, bad, first_error = 0, 0, None
     duplicates: list[str] = []
     with IdIndex() as index:
-        for line in read_lines(path, found, defaults or {}):
+        for line in read_lines(path, found, defaults or {}, chat):
             count += 1
             if line.error is not None:
                 bad += 1
@@ -63,7 +66,7 @@ def preflight(path: str, format: str = AUTO, defaults: Defaults | None = None) -
     raise_duplicates(duplicates)
     if count == 0:
         raise InputError(f"{path} holds no request: it is empty, or all its lines are blank")
-    return Preflight(count=count, bad=bad, format=found, first_error=first_error)
+    return Preflight(count=count, bad=bad, format=found, first_error=first_error, chat=chat)
 
 
 def detect_format(path: str, format: str = AUTO) -> Format:
@@ -85,19 +88,22 @@ def detect_format(path: str, format: str = AUTO) -> Format:
     return Format.OPENAI_COMPLETIONS if line.get("url") == COMPLETIONS_URL else Format.OPENAI_CHAT
 
 
-def read_lines(path: str, format: Format, defaults: Defaults) -> Iterator[Line]:
-    """Each line, checked; a malformed one carries its error and the rest go on. Raises InputError."""
-    parse = _PARSERS[format]
+def read_lines(path: str, format: Format, defaults: Defaults, chat: Chat | None = None) -> Iterator[Line]:
+    """Each line, checked; a malformed one carries its error and the rest go on. Raises InputError.
+
+    `chat` is for text and JSON Lines.
+    """
+    parse = _parser(format, chat)
     for raw in raw_lines(path):
         yield parse(raw.data, raw.number, defaults) if raw.data is not None else _too_long(raw)
 
 
-def _parse_json(data: bytes, number: int, defaults: Defaults) -> Line:
+def _parse_json(chat: Chat | None, data: bytes, number: int, defaults: Defaults) -> Line:
     try:
         body = _decode(data)
     except ValueError as error:
         return bad_line(number, str(error))
-    return line_from_file(body, number, defaults)
+    return line_from_file(body, number, defaults, chat)
 
 
 def _parse_openai(url: str, data: bytes, number: int, defaults: Defaults) -> Line:
@@ -108,20 +114,24 @@ def _parse_openai(url: str, data: bytes, number: int, defaults: Defaults) -> Lin
     return parse_openai_line(body, number, defaults, url)
 
 
-def _parse_text(data: bytes, number: int, defaults: Defaults) -> Line:
+def _parse_text(chat: Chat | None, data: bytes, number: int, defaults: Defaults) -> Line:
     try:
         prompt = data.decode()
     except UnicodeDecodeError as error:
         return bad_line(number, _not_utf8(error))
-    return line_from_file({"prompt": prompt}, number, defaults)
+    return line_from_file({"prompt": prompt}, number, defaults, chat)
 
 
-_PARSERS: Mapping[Format, Callable[[bytes, int, Defaults], Line]] = {
-    Format.JSONL: _parse_json,
-    Format.TEXT: _parse_text,
-    Format.OPENAI_CHAT: partial(_parse_openai, CHAT_URL),
-    Format.OPENAI_COMPLETIONS: partial(_parse_openai, COMPLETIONS_URL),
-}
+def _parser(format: Format, chat: Chat | None) -> Callable[[bytes, int, Defaults], Line]:
+    match format:
+        case Format.JSONL:
+            return partial(_parse_json, chat)
+        case Format.TEXT:
+            return partial(_parse_text, chat)
+        case Format.OPENAI_CHAT:
+            return partial(_parse_openai, CHAT_URL)
+        case Format.OPENAI_COMPLETIONS:
+            return partial(_parse_openai, COMPLETIONS_URL)
 
 
 def _decode(data: bytes) -> object:

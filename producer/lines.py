@@ -24,8 +24,31 @@ class Line:
     error: InvalidRequest | None = None
 
 
-def line_from_file(body: object, number: int, defaults: Defaults) -> Line:
-    """Check a decoded line of a file; lines count from 1."""
+@dataclass(frozen=True)
+class Chat:
+    """How prompts become messages: as a user's, behind the system's if there is one."""
+
+    system: str | None = None
+
+    def applied_to(self, body: object) -> object:
+        """A line that has a prompt, with messages in its place; any other as it is. Raises InvalidRequest."""
+        if not isinstance(body, Mapping) or "prompt" not in body or "messages" in body:
+            return body
+        if not isinstance(body["prompt"], str):
+            raise InvalidRequest("with --chat a prompt is text; token ids can't be put into a message", "prompt")
+        messages = [{"role": "user", "content": body["prompt"]}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return {name: value for name, value in body.items() if name != "prompt"} | {"messages": messages}
+
+
+def line_from_file(body: object, number: int, defaults: Defaults, chat: Chat | None = None) -> Line:
+    """Check a decoded line of a file, with its prompt made a chat if that is asked for; lines count from 1."""
+    if chat is not None:
+        try:
+            body = chat.applied_to(body)
+        except InvalidRequest as error:
+            return bad_line(number, str(error), line_id=explicit_id(body), param=error.param)
     return _checked(body, number, explicit_id(body) or f"line-{number}", f"line {number}: ", defaults)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from headrace.producer.client import Producer
 from headrace.producer.embedded import EmbeddedServer
 from headrace.producer.files import readable_twice
 from headrace.producer.formats import Preflight, preflight, read_lines
-from headrace.producer.lines import Line, check_defaults
+from headrace.producer.lines import Chat, Line, check_defaults
 from headrace.producer.progress import ProgressBar, Tally
 from headrace.producer.settings import new_batch_name
 from headrace.producer.submission import Submission
@@ -22,6 +22,7 @@ from headrace.producer.worker_process import WorkerProcess, require_worker
 from headrace.producer.writers import ResultWriter, open_writer
 from headrace.shared import keys
 from headrace.shared.errors import HeadraceError, InputError
+from headrace.shared.options import EngineOptions
 
 # Jobs on the server that have no result yet: enough to keep any worker busy, few enough for flat memory.
 MAX_UNFINISHED = 10_000
@@ -30,17 +31,17 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """`redis_url` None starts an embedded server; `worker_arguments` go to the worker as they are."""
+    """`redis_url` None starts an embedded server."""
 
     input: str
     output: str
-    model: str
+    engine: EngineOptions
     queue: str | None = None
     format: str = "auto"
+    chat: Chat | None = None
     batch: str | None = None
     redis_url: str | None = None
     defaults: Mapping[str, Any]
-    worker_arguments: Sequence[str] = ()
 
 
 class Interrupted(Exception):
@@ -55,15 +56,14 @@ def run_file(options: RunOptions) -> tuple[Tally, ResultWriter]:
         raise InputError(f"{options.output} is the input; write the answers to another file")
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(readable_twice(options.input))
-        found = preflight(path, options.format, defaults)
+        found = preflight(path, options.format, defaults, options.chat)
         writer = stack.enter_context(open_writer(options.output, found.source))
         url = options.redis_url or stack.enter_context(EmbeddedServer()).url
-        queue = options.queue or keys.queue_name(options.model)
-        producer = stack.enter_context(Producer(url, model=options.model, queue=queue))
-        arguments = ["--queue", queue, "--model", options.model, *options.worker_arguments]
+        queue = options.queue or keys.queue_name(options.engine.model)
+        producer = stack.enter_context(Producer(url, model=options.engine.model, queue=queue))
         name = options.batch or new_batch_name()
         feeder = Feeder(producer, name, path, found, defaults, listed=options.redis_url is not None)
-        worker = stack.enter_context(WorkerProcess(url, arguments))
+        worker = stack.enter_context(WorkerProcess(url, ["--queue", queue, *options.engine.words()]))
         stack.enter_context(feeder)
         forget = None if options.redis_url else queue
         tally = Tally(live=True)
@@ -120,7 +120,7 @@ class Feeder:
     ) -> None:
         self.producer = producer
         self.num_jobs = found.count
-        self._lines = read_lines(path, found.format, defaults)
+        self._lines = read_lines(path, found.format, defaults, found.chat)
         self._submission: Submission = producer._submission(name, {}, source=found.source, listed=listed)
         self._room = max_unfinished
         self._changed = threading.Condition()

@@ -74,7 +74,10 @@ class Submission:
         )
         (reply,) = yield Call([create])
         if reply != enqueue.APPLIED and text(reply) != now.isoformat():
-            raise BatchExists(f"there is a batch {self.name!r} already, created at {text(reply)}; take another name")
+            raise BatchExists(
+                f"there is a batch {self.name!r} already, created at {text(reply)}; take another name, or run what "
+                f"failed of it again: headrace retry {self.name}"
+            )
 
     def add(self, item: object) -> bool:
         """Take an item; True if the chunk is full and `send` is due."""

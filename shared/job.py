@@ -24,6 +24,8 @@ RETRIES = 3
 NO_TIMEOUT = -1
 # In a running job's hash: somebody wants it cancelled. It stays until the job's result, whichever worker writes that.
 CANCEL_FIELD = "headrace_cancel"
+CRASHES_FIELD = "headrace_crashes"  # attempts that have failed
+BLAME_FIELD = "headrace_blame"  # of these, the last ones in a row in which the job got no further
 RQ_RESULT_TTL_S = 600
 
 

@@ -9,7 +9,7 @@ import secrets
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from types import FrameType
 
@@ -84,6 +84,7 @@ class BatchWorker:
             settler,
             settings,
             capacity=engine.num_slots + engine.num_slots // _LOOKAHEAD_SHARE,
+            on_claim=lambda job_ids: self._inbox.put(lambda: self._expect(job_ids)),
             on_row=lambda row: self._inbox.put(lambda: self._submit(row)),
         )
         self._recovery = Recovery(connection, self._rq, fences, settler, max_crashes=settings.max_crashes)
@@ -212,6 +213,11 @@ class BatchWorker:
             self._courier.stop_claiming()
         self._courier.put_back([Returned(row=row) for row in self._engine.drop_waiting()])
         return self._engine.num_rows == 0 or self._stops_asked > 1 or now_s() > self._stop_by_s
+
+    def _expect(self, job_ids: Sequence[str]) -> None:
+        """Jobs are about to start: to cancel them was meant for an earlier attempt, which has ended and was retried."""
+        for job_id in set(self._cancelled_early).intersection(job_ids):
+            self._cancelled_early.remove(job_id)
 
     def _submit(self, row: Row) -> None:
         self._engine.submit(row)

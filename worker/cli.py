@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from headrace.shared import environment
 from headrace.shared.connection import DEFAULT_URL
-from headrace.shared.environment import DEFAULT_MODEL, DEFAULT_RESULT_TTL_S
+from headrace.shared.environment import DEFAULT_RESULT_TTL_S
 from headrace.shared.errors import SettingsError
+from headrace.shared.options import EngineOptions, engine_options, queue_option, redis_option
 from headrace.worker.settings import (
     DEFAULT_CHECKPOINT_INTERVAL_S,
     DEFAULT_STEP_TIMEOUT_S,
-    DTYPES,
-    QUANTIZATIONS,
     EngineSettings,
     Limits,
     QueueSettings,
@@ -25,32 +25,9 @@ from headrace.worker.settings import (
 
 
 @click.command(short_help="Take jobs from a queue and run them as one batch.")
-@click.option(
-    "--model",
-    envvar=environment.MODEL,
-    default=DEFAULT_MODEL,
-    show_default=True,
-    help="An alias (see `headrace models list`), a folder in the Hugging Face layout, a .gguf file, or a Hub id.",
-)
-@click.option("--redis", "redis_url", envvar=environment.REDIS_URL, help="URL of the server.  [default: localhost]")
-@click.option("--queue", envvar=environment.QUEUE, help="The queue to serve.  [default: the model's]")
-@click.option("--slots", type=int, envvar=environment.SLOTS, help="Rows decoded at once.  [default: what fits]")
-@click.option("--dtype", type=click.Choice(DTYPES), envvar=environment.DTYPE, default="auto", show_default=True)
-@click.option("--device", envvar=environment.DEVICE, default="auto", show_default=True, help="auto, cpu, cuda, cuda:N.")
-@click.option(
-    "--quantization",
-    type=click.Choice(QUANTIZATIONS),
-    envvar=environment.QUANTIZATION,
-    default="none",
-    show_default=True,
-    help="int8: matrix products in eight bits, faster on a CPU and less exact.",
-)
-@click.option(
-    "--max-context",
-    type=int,
-    envvar=environment.MAX_CONTEXT,
-    help="Positions a row has, prompt and answer together.  [default: the model's, at most 2048]",
-)
+@engine_options
+@redis_option()
+@queue_option
 @click.option(
     "--lease",
     "lease_s",
@@ -105,7 +82,10 @@ from headrace.worker.settings import (
     help="The most that a job's data may have, unpacked.",
 )
 @click.option(
-    "--limit-max-tokens", type=int, envvar=environment.LIMIT_MAX_TOKENS, help="The most that a job may ask for."
+    "--limit-max-tokens",
+    type=int,
+    envvar=environment.LIMIT_MAX_TOKENS,
+    help="The most max_tokens that a job may ask for.  [default: what the context holds]",
 )
 @click.option(
     "--limit-stops",
@@ -122,16 +102,18 @@ from headrace.worker.settings import (
     metavar="FILE",
     help="Measure the engine, and write its counts, times and memory to FILE at the end.",
 )
-@click.option("--log-level", envvar=environment.LOG_LEVEL, default="INFO", show_default=True)
+@click.option(
+    "--log-level",
+    envvar=environment.LOG_LEVEL,
+    default="INFO",
+    show_default=True,
+    metavar="LEVEL",
+    help="DEBUG, INFO, WARNING or ERROR.",
+)
 def worker(
-    model: str,
+    engine: EngineOptions,
     redis_url: str | None,
     queue: str | None,
-    slots: int | None,
-    dtype: str,
-    device: str,
-    quantization: str,
-    max_context: int | None,
     lease_s: float,
     drain_timeout_s: float,
     checkpoint_interval_s: float,
@@ -151,15 +133,7 @@ def worker(
     """
     _log_to_stderr(log_level)
     limits = Limits(payload_bytes=limit_payload_bytes, max_tokens=limit_max_tokens, stops=limit_stops)
-    engine_settings = EngineSettings(
-        model=model,
-        slots=slots,
-        dtype=dtype,
-        device=device,
-        quantization=quantization,
-        max_context=max_context,
-        limits=limits,
-    )
+    engine_settings = EngineSettings(**asdict(engine), limits=limits)
     queue_settings = QueueSettings(
         queue=queue,
         lease_s=lease_s,

@@ -37,7 +37,8 @@ _GIVE_UP_S = 15.0  # on leaving: how long to keep trying to write what is left
 class Courier:
     """Owns the jobs in hand: from the claim until the result is stored or the job is put back.
 
-    `capacity` is how many jobs it may hold; `on_row` takes each prepared row, in this thread.
+    `capacity` is how many jobs it may hold; in this thread `on_claim` is told of jobs that are about to start, and
+    `on_row` takes each prepared row.
 
     A worker that dies takes all its jobs along, and nobody can tell which of them it died of. So a job on the last of
     its attempts runs alone: if it is innocent it finishes, and only the one that workers die of is given up.
@@ -54,6 +55,7 @@ class Courier:
         settings: QueueSettings,
         *,
         capacity: int,
+        on_claim: Callable[[Sequence[str]], None],
         on_row: Callable[[Row], None],
     ) -> None:
         self._connection = connection
@@ -63,6 +65,7 @@ class Courier:
         self._settler = settler
         self._settings = settings
         self._capacity = capacity
+        self._on_claim = on_claim
         self._on_row = on_row
         self._claims_key = keys.claims(rq.name)
         self._intake = Intake(connection, rq, runner, settler, claims_key=self._claims_key)
@@ -275,6 +278,7 @@ class Courier:
 
     def _start(self, job_ids: Sequence[str]) -> None:
         """Start claimed jobs, refuse those that can't be run, and hand the rows on."""
+        self._on_claim(job_ids)
         for held in self._started(self._one_if_last(self._intake.prepare(job_ids))):
             if held.row.finish is None:
                 self._on_row(held.row)

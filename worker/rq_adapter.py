@@ -30,13 +30,11 @@ from rq.worker_registration import clean_worker_registry
 
 from headrace.shared import keys
 from headrace.shared.connection import as_text
-from headrace.shared.job import CANCEL_FIELD
+from headrace.shared.job import BLAME_FIELD, CANCEL_FIELD, CRASHES_FIELD
 from headrace.worker.fence import Command, FencedWrite, Fences, commands_of, execute
 
 # How long RQ believes in a job without hearing of it: the fallback for when no headrace worker is alive.
 EXECUTION_TTL_S = 90
-CRASHES_FIELD = "headrace_crashes"  # attempts that have failed
-BLAME_FIELD = "headrace_blame"  # of these, the last ones in a row in which the job got no further
 _MAINTENANCE_INTERVAL_S = 600
 # What RQ would decode for itself, without a limit, and what nothing here reads.
 _UNREAD_FIELDS = (b"data", b"exc_info", b"result", b"meta", b"webhooks")
@@ -290,6 +288,8 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         record.srem(keys.cancels(self.name), job.id)
         # Not FailedJobRegistry.add: it would write the whole hash again, which a malformed job does not have.
         BaseRegistry.add(FailedJobRegistry(queue=self.queue), job, ttl, record)
+        if ttl > 0:
+            record.expire(job.key, ttl)
         outcome = self._outcome(running, ttl, record) if running else {"ttl": ttl, "pipeline": record}
         RqResult.create_failure(job, exc_string=message, **outcome)
         self.increment_failed_job_count(pipeline=record)

@@ -7,11 +7,9 @@ from math import inf
 
 from headrace.shared.environment import DEFAULT_RESULT_TTL_S
 from headrace.shared.errors import SettingsError
+from headrace.shared.options import EngineOptions
 from headrace.shared.schema import MAX_STOP_STRINGS
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-QUANTIZATIONS = ("none", "int8")
-DEVICES = ("auto", "cpu", "cuda")
 MIN_LEASE_S = 2.0
 MIN_PAYLOAD_BYTES = 1024
 DEFAULT_CHECKPOINT_INTERVAL_S = 2.0
@@ -38,28 +36,10 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """What decides the engine's shape. None means: chosen to fit the model and the machine."""
+class EngineSettings(EngineOptions):
+    """What decides the engine's shape, and what one job may ask of it."""
 
-    model: str
-    slots: int | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    quantization: str = "none"
-    max_context: int | None = None
     limits: Limits = Limits()
-
-    def __post_init__(self) -> None:
-        if self.slots is not None and self.slots < 1:
-            raise SettingsError(f"--slots is {self.slots}; it needs at least 1")
-        if self.max_context is not None and self.max_context < 2:
-            raise SettingsError(f"--max-context is {self.max_context}; it needs at least 2: a prompt and an answer")
-        if self.dtype not in DTYPES:
-            raise SettingsError(f"--dtype is {self.dtype!r}; allowed are {', '.join(DTYPES)}")
-        if self.quantization not in QUANTIZATIONS:
-            raise SettingsError(f"--quantization is {self.quantization!r}; allowed are {', '.join(QUANTIZATIONS)}")
-        if self.device.partition(":")[0] not in DEVICES:
-            raise SettingsError(f"--device is {self.device!r}; allowed are {', '.join(DEVICES)} and cuda:N")
 
 
 @dataclass(frozen=True, kw_only=True)

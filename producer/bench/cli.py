@@ -6,11 +6,11 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -26,11 +26,10 @@ from headrace.producer.formats import AUTO, preflight
 from headrace.producer.interrupts import signals_raise_once
 from headrace.producer.lines import check_defaults
 from headrace.producer.worker_process import require_worker
-from headrace.shared import environment
 from headrace.shared.engine_report import MatmulLimit, StepCurves
 from headrace.shared.errors import SettingsError
+from headrace.shared.options import EngineOptions, engine_options, redis_option, together
 
-F = TypeVar("F", bound=Callable[..., Any])
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 DEFAULT_JOBS = 192
@@ -42,33 +41,12 @@ _json_option = click.option(
 )
 
 
-def _worker_options(command: F) -> F:
-    """What goes to the worker as it is."""
-    options = (
-        click.option("--model", envvar=environment.MODEL, default=environment.DEFAULT_MODEL, show_default=True),
-        click.option("--slots", type=int, envvar=environment.SLOTS, help="Jobs decoded at once."),
-        click.option("--dtype", envvar=environment.DTYPE, help="bfloat16, float16 or float32."),
-        click.option("--device", envvar=environment.DEVICE, help="cpu, cuda or cuda:N."),
-        click.option("--quantization", envvar=environment.QUANTIZATION, help="int8: faster on a CPU, less exact."),
-        click.option(
-            "--max-context", type=int, envvar=environment.MAX_CONTEXT, help="Most tokens of prompt and answer."
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def _sampling_options(command: F) -> F:
-    """Defaults for requests that don't say."""
-    options = (
-        click.option("--temperature", type=float, default=0.8, show_default=True),
-        click.option("--top-k", type=int, default=50, show_default=True),
-        click.option("--top-p", type=float, default=0.95, show_default=True),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+# Defaults for requests that don't say.
+_sampling_options = together(
+    click.option("--temperature", type=float, default=0.8, show_default=True, help="For requests that don't say."),
+    click.option("--top-k", type=int, default=50, show_default=True, help="For requests that don't say."),
+    click.option("--top-p", type=float, default=0.95, show_default=True, help="For requests that don't say."),
+)
 
 
 @click.command(short_help="Measure a workload end to end through Redis.")
@@ -77,10 +55,8 @@ def _sampling_options(command: F) -> F:
 )
 @click.option("--jobs", type=click.IntRange(min=1), help=f"Jobs of the built-in workload.  [default: {DEFAULT_JOBS}]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Fixes the built-in workload.")
-@_worker_options
-@click.option(
-    "--redis", "redis_url", envvar=environment.REDIS_URL, metavar="URL", help="Server, as redis://host:port/db."
-)
+@engine_options
+@redis_option("a private server")
 @_sampling_options
 @click.option("--matmul-limit/--no-matmul-limit", default=True, help="Measure the machine's matrix products, too.")
 @_json_option
@@ -95,12 +71,7 @@ def bench(
     dataset: str | None,
     jobs: int | None,
     seed: int,
-    model: str,
-    slots: int | None,
-    dtype: str | None,
-    device: str | None,
-    quantization: str | None,
-    max_context: int | None,
+    engine: EngineOptions,
     redis_url: str | None,
     matmul_limit: bool,
     json_path: Path | None,
@@ -117,25 +88,22 @@ def bench(
         raise SettingsError("--jobs is for the built-in workload; a --dataset has as many as it has")
     if plot_folder is not None:
         require_plotting()
-    placing = engine_tools.given(dtype=dtype, device=device)
-    sizing = engine_tools.given(slots=slots, max_context=max_context, quantization=quantization)
     defaults = check_defaults(sampling)
-    with _interruptible(), _dataset(dataset, jobs or DEFAULT_JOBS, seed, max_context) as path:
+    with _interruptible(), _dataset(dataset, jobs or DEFAULT_JOBS, seed, engine.max_context) as path:
         found = preflight(path, AUTO, defaults)
-        limit = engine_tools.measure(MatmulLimit, "matmul-limit", *placing) if matmul_limit else None
+        limit = engine_tools.measure(MatmulLimit, "matmul-limit", *engine.words()) if matmul_limit else None
         options = ThroughputOptions(
             dataset=path,
             found=found,
-            model=model,
+            engine=engine,
             redis_url=redis_url,
             defaults=defaults,
-            worker_arguments=[*sizing, *placing],
         )
         figures = figures_of(*run_workload(options), limit)
         click.echo(throughput_table(figures))
         curves = None
         if plot_folder is not None:
-            curves = engine_tools.measure(StepCurves, "step-curves", "--model", model, *sizing, *placing)
+            curves = engine_tools.measure(StepCurves, "step-curves", *engine.words())
             for picture in plot_curves(curves, plot_folder, _title(figures)):
                 click.echo(f"wrote {picture}")
     _write_json(json_path, _as_json(figures, curves))

@@ -24,16 +24,6 @@ def measure(answer: type[Answer], *arguments: str) -> Answer:
     return answer.model_validate_json(done.stdout)
 
 
-def given(**options: object) -> list[str]:
-    """Options of a command line for the values that are not None."""
-    return [
-        word
-        for name, value in options.items()
-        if value is not None
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-
-
 def _last_words(tool: str, code: int, log: str) -> str:
     lines = log.strip().splitlines()
     errors = [line for line in lines if line.startswith(_ERROR_PREFIX)]

@@ -100,7 +100,7 @@ class _Bench:
         self._client = client
 
     def worker(self, slots: int, step_ms: float) -> WorkerProcess:
-        arguments = ["idle-worker", "--queue", _QUEUE, *engine_tools.given(slots=slots, step_ms=step_ms)]
+        arguments = ["idle-worker", "--queue", _QUEUE, "--slots", str(slots), "--step-ms", str(step_ms)]
         return WorkerProcess(self.url, arguments, command=engine_tools.COMMAND)
 
     def hold(self) -> None:

@@ -25,6 +25,7 @@ from headrace.producer.worker_process import WorkerProcess
 from headrace.shared import keys
 from headrace.shared.engine_report import EngineReport
 from headrace.shared.errors import HeadraceError
+from headrace.shared.options import EngineOptions
 
 _POLL_S = 0.05
 _TAKE_S = 0.5
@@ -33,15 +34,13 @@ _RESULT_TTL_S = 600
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputOptions:
-    """`found` is the dataset's preflight. `redis_url` None starts an embedded server; `worker_arguments` go to the
-    worker as they are."""
+    """`found` is the dataset's preflight. `redis_url` None starts an embedded server."""
 
     dataset: str
     found: Preflight
-    model: str
+    engine: EngineOptions
     redis_url: str | None
     defaults: Mapping[str, Any]
-    worker_arguments: Sequence[str]
 
 
 def run_workload(options: ThroughputOptions) -> tuple[RunCounts, EngineReport]:
@@ -51,10 +50,11 @@ def run_workload(options: ThroughputOptions) -> tuple[RunCounts, EngineReport]:
     with contextlib.ExitStack() as stack:
         report = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-"))) / "report.json"
         url = options.redis_url or stack.enter_context(EmbeddedServer()).url
-        producer = stack.enter_context(Producer(url, model=options.model, queue=queue, result_ttl_s=_RESULT_TTL_S))
-        arguments = ["--queue", queue, "--model", options.model, "--result-ttl", str(_RESULT_TTL_S)]
-        arguments += ["--report", str(report), *options.worker_arguments]
-        with WorkerProcess(url, arguments) as worker:
+        producer = stack.enter_context(
+            Producer(url, model=options.engine.model, queue=queue, result_ttl_s=_RESULT_TTL_S)
+        )
+        arguments = ["--queue", queue, "--result-ttl", str(_RESULT_TTL_S), "--report", str(report)]
+        with WorkerProcess(url, [*arguments, *options.engine.words()]) as worker:
             wait_for_workers(producer, queue, [worker])
             feeder = Feeder(producer, name, options.dataset, options.found, options.defaults, listed=True)
             with _nothing_left_behind(producer, name, queue):

@@ -82,6 +82,9 @@ def test_each_user_can_do_its_part(server: Server) -> None:
         codes = {str(result.error and result.error.code) for result in (job.result(timeout=20) for job in long)}
         assert codes == {"cancelled"}
         assert producer.submit_many([{"prompt": "a"}] * 9, batch="gone").cancel() > 0
+        assert producer.submit_many([{"prompt": "a" * 99}], batch="long").wait(timeout=20).failed == 1
+        assert producer.batch("long").retry().count == 1
+        assert [result.ok for result in collector.batch("long").results(timeout=20)] == [False]
         running.worker._rq.last_cleaned_at = None
         running.worker._keeper._sweep_due_s = running.worker._keeper._rq_beat_due_s = 0.0
         running.worker._keeper.beat()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict
 
 import click
 
 from headrace.shared import environment
 from headrace.shared.connection import DEFAULT_URL
 from headrace.shared.errors import HeadraceError
+from headrace.shared.options import EngineOptions, engine_options
 from headrace.worker.settings import EngineSettings
-
-_device_option = click.option("--device", default="auto")
-_dtype_option = click.option("--dtype", default="auto")
 
 
 @click.group()
@@ -22,31 +21,25 @@ def main() -> None:
 
 
 @main.command("matmul-limit")
-@_device_option
-@_dtype_option
-def matmul_limit_command(device: str, dtype: str) -> None:
-    """How fast this device multiplies matrices."""
+@engine_options
+def matmul_limit_command(engine: EngineOptions) -> None:
+    """How fast the engine's device multiplies matrices."""
     from headrace.worker.bench.matmul_limit import matmul_limit
     from headrace.worker.engine.placement import choose_device, choose_dtype
 
-    EngineSettings(model="", dtype=dtype, device=device)  # refuses what is neither
-    chosen = choose_device(device)
-    click.echo(matmul_limit(chosen, choose_dtype(dtype, chosen)).model_dump_json())
+    settings = EngineSettings(**asdict(engine))
+    device = choose_device(settings.device)
+    click.echo(matmul_limit(device, choose_dtype(settings.dtype, device)).model_dump_json())
 
 
 @main.command("step-curves")
-@click.option("--model", required=True)
-@click.option("--slots", type=int)
-@click.option("--max-context", type=int)
-@_device_option
-@_dtype_option
-def step_curves_command(model: str, slots: int | None, max_context: int | None, device: str, dtype: str) -> None:
+@engine_options
+def step_curves_command(engine: EngineOptions) -> None:
     """What a decode step costs as rows and cached tokens grow."""
     from headrace.worker.bench.step_cost import step_curves
     from headrace.worker.loading import load
 
-    settings = EngineSettings(model=model, slots=slots, dtype=dtype, device=device, max_context=max_context)
-    click.echo(step_curves(load(settings).engine).model_dump_json())
+    click.echo(step_curves(load(EngineSettings(**asdict(engine))).engine).model_dump_json())
 
 
 @main.command("idle-worker")

@@ -33,7 +33,6 @@ class StepCounts:
 
     steps: int = 0
     row_steps: int = 0  # tokens generated
-    idle_row_steps: int = 0  # slots that were empty in a step while rows waited
     prompt_tokens: int = 0  # computed, those of interrupted rows' answers too
     reused_tokens: int = 0  # of prompts, copied from other rows
 
@@ -126,7 +125,6 @@ class Engine:
         complete = [row for row, _ in shares if row.num_pending == 0]
         self.counts.steps += 1
         self.counts.row_steps += len(complete)
-        self.counts.idle_row_steps += min(self._live.num_free, len(self._waiting))
         if complete:
             self._accept(complete, logits)
 

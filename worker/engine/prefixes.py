@@ -57,13 +57,13 @@ class PrefixIndex:
             row = self._row_of[slot]
             length = min(_common(row.prompt_ids, prompt_ids), len(prompt_ids) - 1)
             done = min(length, row.num_cached)
-            if done > ready.length:
+            if done > max(ready.length, MIN_SHARED - 1):
                 ready = Shared(slot=slot, length=done, is_ready=True)
             if row.slot == slot and length > max(done, coming.length):
                 coming = Shared(slot=slot, length=length, is_ready=False)
         if coming.length - ready.length >= max(MIN_SHARED, len(prompt_ids) // 4):
             return coming
-        return ready if ready.length >= MIN_SHARED else None
+        return ready if ready.length else None
 
 
 def _key(prompt_ids: Sequence[int]) -> tuple[int, ...]:

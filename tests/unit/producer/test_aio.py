@@ -59,6 +59,15 @@ async def test_cancelling_a_batch_ends_it(producer: AsyncProducer) -> None:
     assert (await batch.wait(timeout=5)).cancelled == 2
 
 
+async def test_failed_jobs_are_retried(producer: AsyncProducer, redis_url: str) -> None:
+    batch = await producer.submit_many(["a", "fail"], batch="b")
+    await settle_soon(redis_url)
+    assert (await batch.wait(timeout=5)).failed == 1
+    assert (await batch.retry("timeout")).count == 0
+    assert (await batch.retry()).count == 1
+    assert not (await batch.progress()).finished
+
+
 async def test_cancelling_a_job_wakes_who_waits(producer: AsyncProducer) -> None:
     job = await producer.submit("a")
     wait = asyncio.create_task(job.result(timeout=30))

@@ -261,3 +261,44 @@ def test_cancel_takes_batches_and_jobs(invoke: Any, prompts: Path, redis_url: st
     assert outcome.stdout == f"{job_id}: cancelled\nb: 19 jobs cancelled\n"
     assert invoke("cancel", "nope").exit_code == 2
     assert invoke("collect", "b", "-o", "out.jsonl").exit_code == 1
+
+
+def test_retry_puts_failed_jobs_back_and_collect_writes_their_new_results(
+    invoke: Any, tmp_path: Path, redis_url: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": 5}\n{"prompt": "fail", "id": "f"}\n')
+    invoke("submit", "in.jsonl", "--batch", "b")
+    settle(redis_url)
+    assert invoke("collect", "b", "-o", "out.jsonl").exit_code == 1
+    assert invoke("retry", "b", "--code", "timeout").stdout == "b: 0 jobs back on the queue\n"
+    outcome = invoke("retry", "b")
+    assert (outcome.exit_code, outcome.stdout) == (1, "b: 1 jobs back on the queue, 1 can't be retried\n")
+    assert outcome.stderr.startswith("line-2: the request was refused when it was submitted")
+    with redis.Redis.from_url(redis_url) as client:
+        fake_worker.settle_all(client, QUEUE, lambda request: "well")
+    assert invoke("collect", "b", "-o", "out.jsonl").exit_code == 1
+    found = answers(tmp_path / "out.jsonl")
+    assert len(found) == 3
+    assert found["f"]["outputs"][0]["text"] == "well"
+    assert invoke("retry", "nope").exit_code == 2
+    assert "worker_lost" in invoke("retry", "b", "--code", "lost").stderr
+
+
+def test_submitting_a_batch_again_says_how_to_retry_it(invoke: Any, prompts: Path) -> None:
+    invoke("submit", prompts, "--batch", "b")
+    outcome = invoke("submit", prompts, "--batch", "b")
+    assert outcome.exit_code == 2
+    assert "headrace retry b" in outcome.stderr
+
+
+def test_chat_sends_prompts_as_messages(invoke: Any, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("one\ntwo\n")
+    for command in (("run", "in.txt", "-o", "out.jsonl"), ("submit", "in.txt", "--batch", "b")):
+        assert invoke(*command, "--chat", "--system", "Be brief.").exit_code == 0
+    assert json.loads(answers(tmp_path / "out.jsonl")["line-2"]["outputs"][0]["text"][1:-1]) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "two"},
+    ]
+    outcome = invoke("submit", "in.txt", "--system", "Be brief.")
+    assert (outcome.exit_code, outcome.stderr.count("\n")) == (2, 1)
+    assert "--system belongs to --chat" in outcome.stderr

@@ -17,7 +17,7 @@ import zstandard
 from headrace.producer import DuplicateIds, InputError, InvalidRequest, files
 from headrace.producer.files import readable_twice
 from headrace.producer.formats import Format, detect_format, preflight, read_lines
-from headrace.producer.lines import Line, check_defaults
+from headrace.producer.lines import Chat, Line, check_defaults
 
 
 def write(path: Path, *lines: object) -> str:
@@ -214,3 +214,41 @@ def test_defaults_are_checked_as_any_request(tmp_path: Path) -> None:
     assert check_defaults({"max_tokens": None, "top_k": 3}) == {"top_k": 3}
     with pytest.raises(InvalidRequest, match="top_p"):
         check_defaults({"top_p": 7.0})
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+HELLO = {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize(("system", "messages"), [(None, [HELLO]), ("Be brief.", [SYSTEM, HELLO])])
+@pytest.mark.parametrize("line", [b"hello", b'{"prompt": "hello"}'])
+def test_a_prompt_becomes_a_users_message(
+    tmp_path: Path, system: str | None, messages: list[dict[str, str]], line: bytes
+) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(line)
+    found = preflight(str(path), chat=Chat(system))
+    (only,) = read_lines(str(path), found.format, {}, found.chat)
+    assert only.request is not None
+    assert only.request.prompt is None
+    assert [message.model_dump(exclude_unset=True) for message in only.request.messages or ()] == messages
+
+
+def test_lines_with_messages_keep_theirs_and_token_ids_can_not_be_said(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_text(
+        '{"messages": [{"role": "user", "content": "hello"}]}\n{"prompt": [1, 2], "id": "ids"}\n'
+        '{"prompt": "a", "messages": [{"role": "user", "content": "hello"}]}\n{"id": "none"}\n'
+    )
+    chat, ids, both, none = read_lines(str(path), Format.JSONL, {}, Chat("Be brief."))
+    assert chat.request is not None
+    assert len(chat.request.messages or ()) == 1
+    assert (ids.id, both.request, none.request) == ("ids", None, None)
+    assert str(ids.error).startswith("line 2: with --chat a prompt is text")
+
+
+def test_openai_lines_are_not_made_a_chat(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_text('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hello"}}')
+    with pytest.raises(InputError, match="leave --chat out"):
+        preflight(str(path), chat=Chat())

@@ -80,6 +80,13 @@ def test_a_row_that_is_being_computed_is_worth_waiting_for() -> None:
     assert index.find(LONG) == Shared(slot=1, length=90, is_ready=False)
 
 
+def test_a_beginning_that_is_too_short_to_copy_is_no_reason_not_to_wait() -> None:
+    live = in_slot(0, LONG[:40], MIN_SHARED - 1)
+    assert index_of(live).find(LONG[:30]) == Shared(slot=0, length=29, is_ready=False)
+    live.num_cached = MIN_SHARED  # which can be copied; the 13 that are missing are too few to wait for
+    assert index_of(live).find(LONG[:30]) == ready(0, MIN_SHARED)
+
+
 def test_a_short_wait_is_not_worth_it() -> None:
     live = in_slot(0, LONG[:32], 16)
     index = index_of(live)
@@ -87,7 +94,7 @@ def test_a_short_wait_is_not_worth_it() -> None:
     live.num_cached = 17
     assert index.find(LONG[:33]) == ready(0, 17)  # 15 more would come
     live.num_cached = 10
-    assert index.find(LONG[:20]) is None  # neither what is there nor what would come
+    assert index.find(LONG[:16]) is None  # neither what is there nor what would come: 15, without the last token
 
 
 def test_nobody_waits_for_a_row_that_is_gone() -> None:
@@ -109,7 +116,7 @@ def test_a_slot_that_another_row_has_got_or_that_was_wiped_is_not_used() -> None
 
 
 def longest_by_trying(rows: dict[int, Row], prompt: list[int]) -> tuple[int, int]:
-    """How many positions can be copied, and how many could be later: token by token over all slots.
+    """How many positions are worth copying, and how many could be later: token by token over all slots.
 
     Prompts that have less than MIN_SHARED in common are not looked at.
     """
@@ -123,7 +130,7 @@ def longest_by_trying(rows: dict[int, Row], prompt: list[int]) -> tuple[int, int
         ready = max(ready, min(common, each.num_cached))
         if each.slot == slot:
             coming = max(coming, common)
-    return ready, coming
+    return ready if ready >= MIN_SHARED else 0, coming
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -159,7 +166,7 @@ def test_random_prompts_get_the_longest_beginning_that_there_is(seed: int) -> No
             assert (found.length, found.is_ready) == (coming, False)
             assert rows[found.slot].slot == found.slot
             kinds["coming"] += 1
-        elif ready >= MIN_SHARED:
+        elif ready:
             assert found is not None
             assert (found.length, found.is_ready) == (ready, True)
             assert rows[found.slot].prompt_ids[:ready] == wanted[:ready]

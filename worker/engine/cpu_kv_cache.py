@@ -58,7 +58,9 @@ class CpuKVCache(KVCache):
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         whole, rest = divmod(length, BLOCK)
-        blocks = whole + (rest > 0)  # what the last block has of keys beyond the prefix is written over before it counts
+        blocks = whole + (
+            rest > 0
+        )  # the keys that the last one has beyond the prefix are written over before they count
         self.keys[:, target, :, :blocks] = self.keys[:, source, :, :blocks]
         self.values[:, target, :, :whole] = self.values[:, source, :, :whole]
         # Values are weighed in pairs, those beyond a row's end with zero: no NaN of another row may come along.

@@ -19,24 +19,16 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
-from headrace.worker.engine.cpu_numbers import Array, exp, load, store
+from headrace.worker.engine.cpu_numbers import COMPILED, Array, exp, load, store
 from headrace.worker.engine.cpu_vectors import LANES, dot_columns, weigh_rows
 
 BLOCK = 32
 _MOST_QUERIES = 7  # whose sums for a block fit into the registers
 
 Kernel = Callable[..., None]
-_COMPILED: dict[str, Any] = {
-    "parallel": True,
-    "fastmath": True,
-    "boundscheck": False,
-    "error_model": "numpy",
-    "cache": True,
-    "nogil": True,
-}
 
 
-@njit(**_COMPILED)  # type: ignore[untyped-decorator]
+@njit(**COMPILED)  # type: ignore[untyped-decorator]
 def rotate_and_store(
     mixed: Array, rotations: Array, slots: Array, positions: Array, queries: Array, keys: Array, values: Array
 ) -> None:
@@ -80,7 +72,7 @@ def attend_kernel(queries_per_kv: int, head_dim: int, per_element: int) -> Kerne
     scale = np.float32(head_dim**-0.5)
     size, rows = head_dim // per_element, BLOCK // per_element
 
-    @njit(**_COMPILED)  # type: ignore[untyped-decorator]
+    @njit(**COMPILED)  # type: ignore[untyped-decorator]
     def attend(queries: Array, keys: Array, values: Array, slots: Array, positions: Array, output: Array) -> None:
         num_tokens, num_kv, room = queries.shape[0], keys.shape[1], keys.shape[2] * size * BLOCK
         all_queries, all_keys, all_values = queries.reshape(-1), keys.reshape(-1), values.reshape(-1)

@@ -12,23 +12,14 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from headrace.worker.engine.cpu_numbers import Array, as_array, exp, load, store
-
-_COMPILED: dict[str, Any] = {
-    "parallel": True,
-    "fastmath": True,
-    "boundscheck": False,
-    "error_model": "numpy",
-    "cache": True,
-    "nogil": True,
-}
+from headrace.worker.engine.cpu_numbers import COMPILED, Array, as_array, exp, load, store
 
 _WITHOUT_SIGN = np.int32(0x7FFFFFFF)
 _INFINITY_BITS = np.int32(0x7F800000)
 _TINY = np.float32(2**-126)
 
 
-@njit(**_COMPILED)  # type: ignore[untyped-decorator]
+@njit(**COMPILED)  # type: ignore[untyped-decorator]
 def _gated_silu(gate_up: Array, output: Array) -> None:
     size = output.shape[1]
     for row in prange(output.shape[0]):
@@ -39,7 +30,7 @@ def _gated_silu(gate_up: Array, output: Array) -> None:
             output[row, i] = store(gate * sigmoid * load(gate_up[row, size + i]), output[0, 0])
 
 
-@njit(**_COMPILED)  # type: ignore[untyped-decorator]
+@njit(**COMPILED)  # type: ignore[untyped-decorator]
 def _add_and_norm(hidden: Array, update: Array, weight: Array, eps: Any, added: Array, normed: Array) -> None:
     width = hidden.shape[1]
     for row in prange(hidden.shape[0]):
@@ -53,7 +44,7 @@ def _add_and_norm(hidden: Array, update: Array, weight: Array, eps: Any, added: 
             normed[row, i] = store(load(added[row, i]) * scale * load(weight[i]), normed[0, 0])
 
 
-@njit(**_COMPILED)  # type: ignore[untyped-decorator]
+@njit(**COMPILED)  # type: ignore[untyped-decorator]
 def _quantize_rows(hidden: Array, rounded: Array, scales: Array) -> None:
     width = hidden.shape[1]
     for row in prange(hidden.shape[0]):
@@ -72,7 +63,7 @@ def _quantize_rows(hidden: Array, rounded: Array, scales: Array) -> None:
                 rounded[row, i] = np.uint8(np.int32(np.rint(load(hidden[row, i]) / scale)) + np.int32(128))
 
 
-@njit(**_COMPILED)  # type: ignore[untyped-decorator]
+@njit(**COMPILED)  # type: ignore[untyped-decorator]
 def _scale_rows(product: Array, scales: Array, bias: Array, output: Array) -> None:
     for row in prange(product.shape[0]):
         scale = scales[row]

@@ -16,6 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Array = NDArray[Any]
+# How kernels are compiled.
+COMPILED: dict[str, Any] = {
+    "parallel": True,
+    "fastmath": True,
+    "boundscheck": False,
+    "error_model": "numpy",
+    "cache": True,
+    "nogil": True,
+}
 
 
 def _kernels_folder() -> Path:

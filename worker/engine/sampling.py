@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_BLOCK = 64  # tokens a block in the search for the largest logits
+from headrace.worker.engine.largest import block_maxima, largest, likeliest
+
 _NUCLEUS_WIDTH = 128  # candidates that nearly always hold a nucleus; a row that needs more gets a full sort
 _COLDEST = 1e-6  # below this temperature the quotient overflows; the draw is as good as greedy long before
 _HOTTEST = 1e30  # an infinite temperature would make NaN of -inf; the draw is as good as uniform long before
-_INT32_MASK = 0x7FFFFFFF
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +104,8 @@ def sample(logits: Tensor, batch: BatchSampling, positions: Tensor) -> tuple[Ten
     `positions` counts the tokens of each row so far, prompt included. A row without a finite maximum (NaN, or nothing
     but -inf) has failed; its token means nothing. The logits are left as they were.
     """
-    maxima = _in_blocks(logits).amax(dim=-1)  # (B, blocks)
-    tokens, best = _likeliest(logits, maxima)
+    maxima = block_maxima(logits)
+    tokens, best = likeliest(logits, maxima)
     for way, rows in ((_among_top_k, batch.ranked), (_in_nucleus, batch.nucleus), (_in_whole, batch.whole)):
         if rows:
             index = torch.tensor(rows, device=logits.device)
@@ -114,14 +114,6 @@ def sample(logits: Tensor, batch: BatchSampling, positions: Tensor) -> tuple[Ten
             columns = batch.pick(index, best, maxima if all_rows else maxima[index])
             tokens[index] = way(picked, columns, positions[index][:, None], batch.widest_k)
     return tokens, ~best.isfinite()[:, 0]
-
-
-def _likeliest(logits: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of the largest logits of each row, and its value, NaN if the row has one: (B, V) -> (B,), (B, 1)."""
-    blocks = _in_blocks(logits)
-    block = maxima.argmax(dim=-1)
-    within = blocks[torch.arange(len(blocks), device=blocks.device), block].argmax(dim=-1)
-    return block * _BLOCK + within, maxima.amax(dim=-1, keepdim=True).float()
 
 
 def _among_top_k(logits: Tensor, columns: _Columns, positions: Tensor, widest_k: int) -> Tensor:
@@ -176,40 +168,6 @@ def _draw(log_probs: Tensor, ids: Tensor, columns: _Columns, positions: Tensor) 
     """One token a row by its log-probabilities; they need not be normalized: (B, C), (B, C) -> (B,)."""
     choice = (log_probs + gumbel_noise(columns.noise_key, positions, ids)).argmax(dim=-1, keepdim=True)
     return ids.gather(-1, choice)[:, 0]
-
-
-def largest(scores: Tensor, count: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The `count` largest scores of each row in falling order, equal ones by rising id: (B, V) -> (B, count) twice.
-
-    Only the `count` blocks of tokens with the largest maxima (equal ones: the first) can hold them: any token outside
-    is beaten by the maxima of `count` blocks. `maxima`, (B, blocks), are those of the blocks, if they are known.
-    """
-    blocks = _in_blocks(scores)
-    rows, num_blocks, _ = blocks.shape
-    if 2 * count > num_blocks:
-        values, ids = torch.sort(scores, dim=-1, descending=True, stable=True)
-        return values[:, :count], ids[:, :count]
-    maxima = blocks.amax(dim=-1) if maxima is None else maxima
-    of_block = _ordered_top(maxima, torch.arange(num_blocks, device=scores.device), count)
-    ids = (of_block[..., None] * _BLOCK + torch.arange(_BLOCK, device=scores.device)).view(rows, -1)
-    ids = _ordered_top(blocks.view(rows, -1).gather(-1, ids), ids, count)
-    return scores.gather(-1, ids), ids
-
-
-def _in_blocks(scores: Tensor) -> Tensor:
-    """(B, V) -> (B, blocks, _BLOCK); what the last block lacks is -inf."""
-    missing = -scores.shape[-1] % _BLOCK
-    if missing:
-        scores = torch.nn.functional.pad(scores, (0, missing), value=-math.inf)
-    return scores.view(len(scores), -1, _BLOCK)
-
-
-def _ordered_top(scores: Tensor, ids: Tensor, count: int) -> Tensor:
-    """The ids of the `count` largest scores, equal ones by rising id. One 64-bit key holds score and id: no ties."""
-    bits = (scores.float() + 0.0).contiguous().view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    ascending = torch.where(bits < 0, bits ^ _INT32_MASK, bits).long()  # order of int = order of float
-    keys = (ascending << 32) | (_INT32_MASK - ids)
-    return _INT32_MASK - (torch.topk(keys, count, dim=-1).values & _INT32_MASK)
 
 
 def gumbel_noise(noise_key: Tensor, positions: Tensor, ids: Tensor) -> Tensor:

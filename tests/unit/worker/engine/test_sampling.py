@@ -12,7 +12,8 @@ from scipy import stats
 from torch import Tensor
 
 from headrace.worker.engine import sampling
-from headrace.worker.engine.sampling import BatchSampling, SamplingParams, largest, noise_key, sample
+from headrace.worker.engine.largest import block_maxima, largest, likeliest
+from headrace.worker.engine.sampling import BatchSampling, SamplingParams, noise_key, sample
 
 CPU = torch.device("cpu")
 Probabilities = NDArray[np.float64]
@@ -291,8 +292,22 @@ def stable_order(scores: Tensor, count: int) -> list[list[int]]:
     ]
 
 
+@pytest.fixture(params=["compiled", "plain"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search with the compiled kernels, and without."""
+    if request.param == "plain":
+        monkeypatch.setattr("headrace.worker.engine.largest.has_cpu_kernels", lambda device_type, dtype: False)
+    else:
+        pytest.importorskip("numba")
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@DTYPES
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1000, 4096, 5003])
-def test_the_largest_are_those_of_a_stable_sort_whatever_the_ties(vocab: int) -> None:
+def test_the_largest_are_those_of_a_stable_sort_whatever_the_ties(vocab: int, dtype: torch.dtype) -> None:
     generator = random.Random(vocab)
     for trial in range(12):
         torch.manual_seed(trial)
@@ -300,17 +315,38 @@ def test_the_largest_are_those_of_a_stable_sort_whatever_the_ties(vocab: int) ->
         scores = torch.randint(-steps, steps + 1, (4, vocab)).float() / generator.choice([1, 3])
         scores[torch.rand(4, vocab) < generator.choice([0.0, 0.9, 0.999])] = -torch.inf
         scores[torch.rand(4, vocab) < 0.1] = -0.0
+        scores = scores.to(dtype)
         count = generator.choice([1, 2, 7, 31, vocab])
         values, ids = largest(scores, min(count, vocab))
         assert ids.tolist() == stable_order(scores, min(count, vocab))
         assert torch.equal(values, scores.gather(1, ids))
 
 
-def test_the_largest_are_right_for_floats_of_every_size() -> None:
+@DTYPES
+@pytest.mark.usefixtures("way")
+def test_the_largest_are_right_for_floats_of_every_size(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     bits = torch.randint(-(2**31), 2**31, (8, 6000)).int()
-    scores = bits.view(torch.float32).nan_to_num(nan=0.0, posinf=3e38, neginf=-torch.inf)
+    scores = bits.view(torch.float32).nan_to_num(nan=0.0, posinf=3e38, neginf=-torch.inf).to(dtype)
     assert largest(scores, 40)[1].tolist() == stable_order(scores, 40)
+
+
+@DTYPES
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("nan", [torch.nan, -torch.nan])
+def test_maxima_are_those_of_the_blocks_and_nan_where_there_is_one(dtype: torch.dtype, nan: float) -> None:
+    torch.manual_seed(4)
+    scores = torch.randn(5, 200).to(dtype)
+    scores[1, 64:128] = -torch.inf
+    scores[2, 130], scores[2, 70] = torch.inf, -0.0
+    scores[3, 199] = nan
+    maxima = block_maxima(scores)
+    expected = torch.stack([part.amax(dim=-1) for part in scores.split(64, dim=-1)], dim=-1)
+    assert torch.equal(maxima.nan_to_num(nan=9.0), expected.nan_to_num(nan=9.0))
+    tokens, best = likeliest(scores, maxima)
+    fine = [0, 1, 2, 4]
+    assert tokens[fine].tolist() == [values.index(max(values)) for values in scores[fine].tolist()]
+    assert best[:, 0].isnan().tolist() == [False, False, False, True, False]
 
 
 def test_equal_seeds_give_equal_keys_and_others_do_not() -> None:

@@ -6,12 +6,15 @@ leaves out what a queue must not be able to ask of a worker: no callback or func
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
+from uuid import uuid4
 
 import redis
 from redis.client import Pipeline, PubSub, PubSubWorkerThread
@@ -31,7 +34,10 @@ from rq.worker_registration import clean_worker_registry
 from headrace.shared import keys
 from headrace.shared.connection import as_text
 from headrace.shared.job import CANCEL_FIELD
-from headrace.worker.fence import Command, FencedWrite, Fences, commands_of, execute
+from headrace.shared.outcome import Outcome, outcome_commands, outcome_of
+from headrace.shared.schema import Result
+from headrace.worker import plain_jobs
+from headrace.worker.fence import Command, FencedWrite, Fences, ScriptedWrite, Write, commands_of, execute
 
 # How long RQ believes in a job without hearing of it: the fallback for when no headrace worker is alive.
 EXECUTION_TTL_S = 90
@@ -39,7 +45,7 @@ CRASHES_FIELD = "headrace_crashes"  # attempts that have failed
 BLAME_FIELD = "headrace_blame"  # of these, the last ones in a row in which the job got no further
 _MAINTENANCE_INTERVAL_S = 600
 # What RQ would decode for itself, without a limit, and what nothing here reads.
-_UNREAD_FIELDS = (b"data", b"exc_info", b"result", b"meta", b"webhooks")
+_UNREAD_FIELDS = (b"data", b"exc_info", b"result", b"meta", b"webhooks", b"created_at")
 # Beyond any use, and far within what EXPIRE and floating-point times can take.
 _MAX_SECONDS = 100 * 365 * 24 * 3600
 _MAX_CRASHES = 1_000_000
@@ -115,6 +121,8 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         self._on_stop = on_stop
         self._on_shutdown = on_shutdown
         self.queue: Queue = self.queues[0]
+        # Each job is a copy of it: RQ would check the serializer anew for each, which takes longer than all the rest.
+        self._blank_job = Job(connection=connection, serializer=JSONSerializer)
 
     # Registration
 
@@ -170,7 +178,8 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         RQ's job is made without the call: RQ would inflate it without a limit, and has no business with it here.
         """
         try:
-            job = Job(job_id, connection=self.connection, serializer=JSONSerializer)
+            job = copy.copy(self._blank_job)
+            job._id = job_id
             job.restore({**fields, **dict.fromkeys(_UNREAD_FIELDS, b"")})
             job.origin = self.queue.name
             crashes = int(fields.get(CRASHES_FIELD.encode(), b"0"))
@@ -190,13 +199,18 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             text = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise MalformedJob(text.encode(errors="backslashreplace").decode()) from None
 
-    def start(self, claimed: Claimed, claims_key: str) -> tuple[Running, FencedWrite]:
+    def start(self, claimed: Claimed, claims_key: str) -> tuple[Running, ScriptedWrite]:
         """The write that starts a claimed job, and the job as it will be when that is done."""
-        job, record = claimed.job, self._fences.record()
-        execution = Execution.create(job, EXECUTION_TTL_S, pipeline=record, worker_name=self.name)
-        job.prepare_for_execution(self.name, pipeline=record)
-        record.persist(job.key)
-        write = FencedWrite(fence=claims_key, member=job.id, job_key=job.key, commands=commands_of(record))
+        job = claimed.job
+        execution = Execution(uuid4().hex, job.id, self.connection, worker_name=self.name)
+        started_at = job.started_at = job.last_heartbeat = execution.last_heartbeat = execution.created_at
+        job.worker_name, job._status = self.name, JobStatus.STARTED
+        write = ScriptedWrite(
+            script=plain_jobs.START,
+            job_key=job.key,
+            common=(claims_key, self.queue.name, self.name, EXECUTION_TTL_S),
+            words=(job.id, execution.id, utcformat(started_at), started_at.timestamp(), int(started_at.timestamp())),
+        )
         return _running(claimed, execution), write
 
     def reject(self, job_id: str, message: str, claims_key: str, extra: Sequence[Command]) -> FencedWrite:
@@ -210,10 +224,38 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
 
     # Finishing
 
-    def succeed(self, running: Running, return_value: Any, extra: Sequence[Command]) -> FencedWrite:
-        """The write that ends a job well: RQ's bookkeeping, then `extra`. RQ keeps only the small `return_value`."""
-        job, record = running.job, self._fences.record()
+    def succeed(self, running: Running, return_value: Any, result: Result, result_ttl_s: int) -> Write:
+        """The write that ends a job well: RQ's bookkeeping and our result. RQ keeps only the small `return_value`."""
+        job = running.job
         job.ended_at = now()
+        job._status = JobStatus.FINISHED
+        rq_ttl_s = job.get_result_ttl(DEFAULT_RESULT_TTL)
+        if rq_ttl_s <= 0 or job.has_rate_limit or outcome_of(result) is not Outcome.COMPLETED or result.usage is None:
+            return self._succeed_as_rq_does(running, return_value, outcome_commands(result, result_ttl_s))
+        ended_at, usage = job.ended_at.timestamp(), result.usage
+        return ScriptedWrite(
+            script=plain_jobs.SUCCEED,
+            job_key=job.key,
+            common=(job.origin, self.name, result_ttl_s),
+            words=(
+                job.id,
+                running.execution.id,
+                running.execution.created_at.timestamp(),
+                ended_at,
+                utcformat(job.ended_at),
+                int(ended_at),
+                (job.ended_at - job.started_at).total_seconds(),
+                rq_ttl_s,
+                b64encode(JSONSerializer.dumps(return_value)),
+                result.to_json(),
+                result.batch or "",
+                usage.prompt_tokens,
+                usage.completion_tokens,
+            ),
+        )
+
+    def _succeed_as_rq_does(self, running: Running, return_value: Any, extra: Sequence[Command]) -> FencedWrite:
+        job, record = running.job, self._fences.record()
         ttl = job.get_result_ttl(DEFAULT_RESULT_TTL)
         if ttl == 0:
             job.delete(pipeline=record, remove_from_queue=False)
@@ -225,7 +267,6 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             )
             job.finished_job_registry.add(job, ttl, record)
             job.cleanup(ttl, pipeline=record, remove_from_queue=False)
-        job._status = JobStatus.FINISHED
         self.increment_successful_job_count(pipeline=record)
         self.increment_total_working_time(job.ended_at - job.started_at, record)
         running.execution.delete(job=job, pipeline=record)
@@ -266,6 +307,8 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
 
     def after_commit(self, settled: Sequence[Running]) -> None:
         """What RQ does once outcomes are stored: let dependents run and free the slots of rate limits."""
+        if not settled:
+            return
         with self.connection.pipeline(transaction=False) as pipeline:
             for running in settled:
                 pipeline.exists(running.job.dependents_key)
@@ -308,7 +351,7 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
     def _finish_write(self, running: Running, commands: Sequence[Command]) -> FencedWrite:
         job, execution = running.job, running.execution
         return FencedWrite(
-            fence=job.started_job_registry.key, member=execution.composite_key, job_key=job.key, commands=commands
+            fence=f"rq:wip:{job.origin}", member=execution.composite_key, job_key=job.key, commands=commands
         )
 
     # Heartbeats and recovery

@@ -45,7 +45,7 @@ CRASHES_FIELD = "headrace_crashes"  # attempts that have failed
 BLAME_FIELD = "headrace_blame"  # of these, the last ones in a row in which the job got no further
 _MAINTENANCE_INTERVAL_S = 600
 # What RQ would decode for itself, without a limit, and what nothing here reads.
-_UNREAD_FIELDS = (b"data", b"exc_info", b"result", b"meta", b"webhooks", b"created_at")
+_UNREAD_FIELDS = frozenset((b"data", b"exc_info", b"result", b"meta", b"webhooks", b"created_at", b"enqueued_at"))
 # Beyond any use, and far within what EXPIRE and floating-point times can take.
 _MAX_SECONDS = 100 * 365 * 24 * 3600
 _MAX_CRASHES = 1_000_000
@@ -92,6 +92,14 @@ def job_id_of(raw: bytes | str) -> str | None:
     except ValueError:
         return None
     return job_id
+
+
+def _time(raw: bytes | None) -> datetime | None:
+    """A time as RQ writes it, read in a tenth of the time that RQ takes. Raises ValueError."""
+    if not raw:
+        return None
+    moment = datetime.fromisoformat(raw.decode())
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def _check_range(name: str, value: int | None, low: int, high: int) -> None:
@@ -178,10 +186,13 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         RQ's job is made without the call: RQ would inflate it without a limit, and has no business with it here.
         """
         try:
+            validate_job_id(job_id)
             job = copy.copy(self._blank_job)
             job._id = job_id
-            job.restore({**fields, **dict.fromkeys(_UNREAD_FIELDS, b"")})
+            read = {name: value for name, value in fields.items() if value and name not in _UNREAD_FIELDS}
+            job.restore({**read, b"data": b""})
             job.origin = self.queue.name
+            job.enqueued_at = _time(fields.get(b"enqueued_at"))
             crashes = int(fields.get(CRASHES_FIELD.encode(), b"0"))
             blame = int(fields.get(BLAME_FIELD.encode(), b"0"))
             for name, value in ((CRASHES_FIELD, crashes), (BLAME_FIELD, blame)):

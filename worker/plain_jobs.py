@@ -7,6 +7,13 @@ methods and a FencedWrite.
 
 from __future__ import annotations
 
+from base64 import b64encode
+from datetime import datetime
+
+from headrace.shared import keys
+from headrace.shared.schema import Result
+from headrace.worker.fence import ScriptedWrite
+
 # Each is the `one` of a script call as worker/fence.py makes them: it does what is to be done for the job whose words
 # begin at ARGV[at]. From ARGV[2] on stand the words that all jobs of a call have in common.
 
@@ -75,3 +82,57 @@ local function one(at)
   return awaited == 0 and 3 or 1
 end
 """
+
+
+def start(
+    job_id: str, execution_id: str, started_at: datetime, *, claims_key: str, queue: str, worker: str, ttl_s: int
+) -> ScriptedWrite:
+    """The write that starts a claimed job. RQ believes in the execution for `ttl_s`."""
+    stamp = started_at.timestamp()
+    return ScriptedWrite(
+        script=START,
+        job_key=keys.rq_job(job_id),
+        common=(claims_key, queue, worker, ttl_s),
+        words=(job_id, execution_id, _text(started_at), stamp, int(stamp)),
+    )
+
+
+def success(
+    result: Result,
+    execution_id: str,
+    started_at: datetime,
+    ended_at: datetime,
+    *,
+    return_value: bytes,
+    rq_ttl_s: int,
+    queue: str,
+    worker: str,
+    ttl_s: int,
+) -> ScriptedWrite:
+    """The write that ends a job well. RQ's part lives `rq_ttl_s`, above 0, the result `ttl_s`."""
+    assert result.usage is not None
+    stamp = ended_at.timestamp()
+    return ScriptedWrite(
+        script=SUCCEED,
+        job_key=keys.rq_job(result.job_id),
+        common=(queue, worker, ttl_s),
+        words=(
+            result.job_id,
+            execution_id,
+            started_at.timestamp(),
+            stamp,
+            _text(ended_at),
+            int(stamp),
+            (ended_at - started_at).total_seconds(),
+            rq_ttl_s,
+            b64encode(return_value),
+            result.to_json(),
+            result.batch or "",
+            result.usage.prompt_tokens,
+            result.usage.completion_tokens,
+        ),
+    )
+
+
+def _text(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,7 +33,7 @@ from rq.worker_registration import clean_worker_registry
 from headrace.shared import keys
 from headrace.shared.connection import as_text
 from headrace.shared.job import CANCEL_FIELD
-from headrace.shared.outcome import Outcome, outcome_commands, outcome_of
+from headrace.shared.outcome import outcome_commands
 from headrace.shared.schema import Result
 from headrace.worker import plain_jobs
 from headrace.worker.fence import Command, FencedWrite, Fences, ScriptedWrite, Write, commands_of, execute
@@ -216,11 +215,14 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         execution = Execution(uuid4().hex, job.id, self.connection, worker_name=self.name)
         started_at = job.started_at = job.last_heartbeat = execution.last_heartbeat = execution.created_at
         job.worker_name, job._status = self.name, JobStatus.STARTED
-        write = ScriptedWrite(
-            script=plain_jobs.START,
-            job_key=job.key,
-            common=(claims_key, self.queue.name, self.name, EXECUTION_TTL_S),
-            words=(job.id, execution.id, utcformat(started_at), started_at.timestamp(), int(started_at.timestamp())),
+        write = plain_jobs.start(
+            job.id,
+            execution.id,
+            started_at,
+            claims_key=claims_key,
+            queue=self.queue.name,
+            worker=self.name,
+            ttl_s=EXECUTION_TTL_S,
         )
         return _running(claimed, execution), write
 
@@ -236,33 +238,26 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
     # Finishing
 
     def succeed(self, running: Running, return_value: Any, result: Result, result_ttl_s: int) -> Write:
-        """The write that ends a job well: RQ's bookkeeping and our result. RQ keeps only the small `return_value`."""
+        """The write that ends a job well: RQ's bookkeeping and our result, which has a usage and no error.
+
+        RQ keeps only the small `return_value`.
+        """
         job = running.job
         job.ended_at = now()
         job._status = JobStatus.FINISHED
         rq_ttl_s = job.get_result_ttl(DEFAULT_RESULT_TTL)
-        if rq_ttl_s <= 0 or job.has_rate_limit or outcome_of(result) is not Outcome.COMPLETED or result.usage is None:
+        if rq_ttl_s <= 0 or job.has_rate_limit:
             return self._succeed_as_rq_does(running, return_value, outcome_commands(result, result_ttl_s))
-        ended_at, usage = job.ended_at.timestamp(), result.usage
-        return ScriptedWrite(
-            script=plain_jobs.SUCCEED,
-            job_key=job.key,
-            common=(job.origin, self.name, result_ttl_s),
-            words=(
-                job.id,
-                running.execution.id,
-                running.execution.created_at.timestamp(),
-                ended_at,
-                utcformat(job.ended_at),
-                int(ended_at),
-                (job.ended_at - job.started_at).total_seconds(),
-                rq_ttl_s,
-                b64encode(JSONSerializer.dumps(return_value)),
-                result.to_json(),
-                result.batch or "",
-                usage.prompt_tokens,
-                usage.completion_tokens,
-            ),
+        return plain_jobs.success(
+            result,
+            running.execution.id,
+            running.execution.created_at,
+            job.ended_at,
+            return_value=JSONSerializer.dumps(return_value),
+            rq_ttl_s=rq_ttl_s,
+            queue=job.origin,
+            worker=self.name,
+            ttl_s=result_ttl_s,
         )
 
     def _succeed_as_rq_does(self, running: Running, return_value: Any, extra: Sequence[Command]) -> FencedWrite:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 from headrace.producer.child import start_child
@@ -62,6 +64,14 @@ class WorkerProcess:
         code = self._process.poll()
         if code is not None:
             raise HeadraceError(self._last_words(code))
+
+    def resident_bytes(self) -> int | None:
+        """Memory that the process has resident now; None where the system does not tell (not Linux)."""
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
+                if line.startswith("VmRSS:"):
+                    return int(line.split()[1]) * 1024
+        return None
 
     def _last_words(self, code: int) -> str:
         self._log.seek(max(0, self._log.seek(0, 2) - _LOG_TAIL_BYTES))

@@ -17,7 +17,7 @@ import redis
 from headrace.shared import keys
 from headrace.shared.schema import ErrorInfo
 from headrace.worker.engine.rows import Row, now_s
-from headrace.worker.fence import FencedWrite, Fences, Verdict
+from headrace.worker.fence import Fences, Verdict, Write
 from headrace.worker.intake import Intake
 from headrace.worker.lease import Lease
 from headrace.worker.recovery import readable_job_ids
@@ -217,20 +217,21 @@ class Courier:
         held = [self._held.get(row.row_id) for row in rows]
         pairs = [(job, row) for job, row in zip(held, rows, strict=True) if job is not None]
         verdicts = self._fences.finish([self._finished_write(job, row) for job, row in pairs])
-        settled: list[Running] = []
+        awaited: list[Running] = []
         for (job, row), verdict in zip(pairs, verdicts, strict=True):
             self._forget(row.row_id)
-            if verdict is Verdict.DONE:
-                settled.append(job.running)
+            if verdict in (Verdict.DONE, Verdict.DONE_FOR_NONE):
+                self.num_settled += 1
+                if verdict is Verdict.DONE:
+                    awaited.append(job.running)
             else:
                 logger.warning("job %s has moved on, or can't be written; its result from here was refused", row.row_id)
         for _ in rows:
             self._done.popleft()
-        self.num_settled += len(settled)
-        self._rq.after_commit(settled)
+        self._rq.after_commit(awaited)
         return len(rows)
 
-    def _finished_write(self, held: Held, row: Row) -> FencedWrite:
+    def _finished_write(self, held: Held, row: Row) -> Write:
         try:
             return self._settler.finished(held, row)
         except Exception as error:  # whatever it is, the results of the others must not wait for it
@@ -285,7 +286,7 @@ class Courier:
             else:
                 self._done.append(held.row)
 
-    def _one_if_last(self, prepared: list[tuple[FencedWrite, Held | None]]) -> list[tuple[FencedWrite, Held | None]]:
+    def _one_if_last(self, prepared: list[tuple[Write, Held | None]]) -> list[tuple[Write, Held | None]]:
         """All of the prepared jobs; or, if one is on its last attempt, that one alone, once nothing else is in hand.
 
         Until then it waits in the claim list, from where it returns unblamed if the worker dies. The others go back to
@@ -300,7 +301,7 @@ class Courier:
         self._fences.unclaim([(self._claims_key, job_id, keys.rq_job(job_id), queue_key) for job_id in back])
         return [(write, held) for write, held in prepared if held is None or (held is last[0] and not self._held)]
 
-    def _started(self, prepared: Sequence[tuple[FencedWrite, Held | None]]) -> list[Held]:
+    def _started(self, prepared: Sequence[tuple[Write, Held | None]]) -> list[Held]:
         """Send the writes, in one round trip; return the jobs that did start, taken in hand.
 
         A start whose answer was lost is refused when it is sent again, by us or by the client's own retries. Whether

@@ -16,7 +16,7 @@ from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason, Request, 
 from headrace.worker.checkpoint import InvalidCheckpoint, decode_checkpoint
 from headrace.worker.engine.rows import Row, now_s
 from headrace.worker.engine.stopping import Finish
-from headrace.worker.fence import FencedWrite, execute
+from headrace.worker.fence import Write, execute
 from headrace.worker.rq_adapter import Claimed, MalformedJob, RqWorker
 from headrace.worker.runner import Rejected, Runner, deadline
 from headrace.worker.settle import Held, Settler, place_of, unforeseen
@@ -36,7 +36,7 @@ class Intake:
         self._settler = settler
         self._claims_key = claims_key
 
-    def prepare(self, job_ids: Sequence[str]) -> list[tuple[FencedWrite, Held | None]]:
+    def prepare(self, job_ids: Sequence[str]) -> list[tuple[Write, Held | None]]:
         """For each job the write that starts it, and the job in hand; or the write that refuses it, and None.
 
         Jobs that are gone are dropped from the claim list. One round trip, whatever the number.
@@ -46,7 +46,7 @@ class Intake:
                 pipeline.hgetall(keys.rq_job(job_id))
             pipeline.mget([keys.checkpoint(job_id) for job_id in job_ids])
             *hashes, checkpoints = execute(pipeline)
-        prepared: list[tuple[FencedWrite, Held | None]] = []
+        prepared: list[tuple[Write, Held | None]] = []
         for job_id, fields, checkpoint in zip(job_ids, hashes, checkpoints, strict=True):
             if not fields or isinstance(fields, redis.ResponseError):  # deleted while it waited, or never a job
                 self._connection.lrem(self._claims_key, 1, job_id)
@@ -54,9 +54,7 @@ class Intake:
                 prepared.append(self._one(job_id, fields, checkpoint))
         return prepared
 
-    def _one(
-        self, job_id: str, fields: dict[bytes, bytes], checkpoint: bytes | None
-    ) -> tuple[FencedWrite, Held | None]:
+    def _one(self, job_id: str, fields: dict[bytes, bytes], checkpoint: bytes | None) -> tuple[Write, Held | None]:
         """The write that starts or refuses a claimed job and, if it starts, the job in hand."""
         body: Any = None
         batch: str | None = None

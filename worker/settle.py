@@ -14,7 +14,7 @@ from headrace.shared.outcome import outcome_commands
 from headrace.shared.schema import ErrorCode, ErrorInfo, Request, Result
 from headrace.worker.checkpoint import encode_checkpoint
 from headrace.worker.engine.rows import Row
-from headrace.worker.fence import Command, FencedWrite
+from headrace.worker.fence import Command, FencedWrite, Write
 from headrace.worker.rq_adapter import RqWorker, Running
 from headrace.worker.runner import Runner, error_of, timing, usage
 
@@ -65,13 +65,13 @@ class Settler:
         self._ttl_s = result_ttl_s
         self._max_crashes = max_crashes
 
-    def finished(self, held: Held, row: Row) -> FencedWrite:
+    def finished(self, held: Held, row: Row) -> Write:
         """The write for a row that is done, well or not."""
         result = self.result(held, row)
-        extra = outcome_commands(result, self._ttl_s)
         if result.error is None:
-            return self._rq.succeed(held.running, _return_value(result), extra)
+            return self._rq.succeed(held.running, _return_value(result), result, self._ttl_s)
         stopped = result.error.code is ErrorCode.CANCELLED
+        extra = outcome_commands(result, self._ttl_s)
         return self._rq.fail(held.running, _describe(result.error), extra, stopped=stopped)
 
     def result(self, held: Held, row: Row) -> Result:

@@ -24,21 +24,28 @@ _QUEUE = "headrace-bench"
 _PROMPT = "A prompt of a few hundred bytes, as a question with its context has. " * 8
 _OUTPUT_TOKENS = 32
 _SLOTS = 128
-_MOST_SETTLED = 10_000  # of a long queue: enough to time
+_MOST_SETTLED = 100_000  # of a long queue: enough to time, and to see whether the worker grows
+_TENTHS = 10
 _SCALING_SLOTS = 32
 _SCALING_WAVES = 8  # jobs a slot
-_POLL_S = 0.05
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthFigures:
-    """A queue of so many jobs. Bytes are Redis's a job; None if not all jobs were waited for."""
+    """A queue of so many jobs, of which `settled` were waited for.
+
+    Bytes of a job are Redis's; those of a finished one None if not all were waited for. `worker_bytes` are resident in
+    the worker at its start and after each tenth of the jobs waited for; empty where the system does not tell.
+    """
 
     jobs: int
+    settled: int
     enqueued_per_s: float
     settled_per_s: float
     queued_job_bytes: float
     finished_job_bytes: float | None
+    worker_bytes: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +126,15 @@ class _Bench:
         self.producer.submit_many(requests, batch=batch)
         return time.perf_counter() - started
 
-    def settled_at_s(self, batch: str, count: int, workers: Sequence[WorkerProcess]) -> list[float]:
-        """Wait until so many jobs are done, and return when each was, by the server's clock."""
+    def wait_settled(self, batch: str, count: int, workers: Sequence[WorkerProcess]) -> None:
+        """Wait until so many jobs are done."""
         while int(self._client.hget(keys.batch(batch), "completed") or 0) < count:
             for worker in workers:
                 worker.check()
             time.sleep(_POLL_S)
+
+    def settled_at_s(self, batch: str, count: int) -> list[float]:
+        """When each of the first so many jobs was done, by the server's clock."""
         entries: Any = self._client.xrange(keys.batch_done(batch), count=count)
         return [int(entry_id.partition(b"-")[0]) / 1000 for entry_id, _ in entries]
 
@@ -147,16 +157,22 @@ def _measure_length(num_jobs: int) -> LengthFigures:
         empty_bytes = bench.used_bytes()
         enqueue_s = bench.enqueue("b", iter([_OUTPUT_TOKENS] * num_jobs))
         queued_bytes = bench.used_bytes()
+        worker_bytes = [worker.resident_bytes()]
         bench.release()
         count = min(num_jobs, _MOST_SETTLED)
-        times_s = bench.settled_at_s("b", count, [worker])
+        for tenth in range(1, _TENTHS + 1):
+            bench.wait_settled("b", count * tenth // _TENTHS, [worker])
+            worker_bytes.append(worker.resident_bytes())
+        times_s = bench.settled_at_s("b", count)
         finished_bytes = bench.used_bytes()
     return LengthFigures(
         jobs=num_jobs,
+        settled=count,
         enqueued_per_s=num_jobs / enqueue_s,
         settled_per_s=rate_between(times_s, 0.1, 0.9),
         queued_job_bytes=(queued_bytes - empty_bytes) / num_jobs,
         finished_job_bytes=(finished_bytes - empty_bytes) / num_jobs if count == num_jobs else None,
+        worker_bytes=[num_bytes for num_bytes in worker_bytes if num_bytes is not None],
     )
 
 
@@ -173,5 +189,6 @@ def _measure_scaling(step_ms: float, worker_counts: Sequence[int]) -> list[Scali
             # Different lengths, so that jobs end one by one and not in waves.
             bench.enqueue(str(count), (8 + number * 7919 % 49 for number in range(num_jobs)))
             bench.release()
-            rates.append((count, rate_between(bench.settled_at_s(str(count), num_jobs, workers), 0.2, 0.8)))
+            bench.wait_settled(str(count), num_jobs, workers)
+            rates.append((count, rate_between(bench.settled_at_s(str(count), num_jobs), 0.2, 0.8)))
     return scaling_of(rates)

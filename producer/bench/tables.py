@@ -16,6 +16,7 @@ _TIMES = {
     "other_s": "everything else",
     "waiting_s": "waiting for jobs",
 }
+_MEMORY_HEAD = ("jobs done", "start", *(f"{tenth}0%" for tenth in range(1, 11)))
 Row = tuple[str, str, str]  # what, value, share
 
 
@@ -72,12 +73,18 @@ def queue_tables(figures: QueueFigures) -> str:
     scaling = [
         (str(each.workers), f"{each.jobs_per_s:,.1f}", _percent(each.share_of_linear)) for each in figures.scaling
     ]
+    memory = [
+        (f"{each.settled:,}", *(f"{num_bytes / 2**20:,.1f}" for num_bytes in each.worker_bytes))
+        for each in figures.lengths
+        if each.worker_bytes
+    ]
     head = ("jobs queued", "enqueued/s", "done/s", "µs enqueued", "µs done", "bytes queued", "bytes finished")
     return "\n".join(
         [
             "one producer, then one worker whose engine computes nothing; µs and bytes are a job's",
             aligned([head, *lengths]),
             "",
+            *(["MiB resident in that worker", aligned([_MEMORY_HEAD, *memory]), ""] if memory else []),
             f"workers with {figures.scaling_slots} slots and a step of {figures.step_ms:g} ms that computes nothing",
             aligned([("workers", "jobs/s", "of linear"), *scaling]),
         ]

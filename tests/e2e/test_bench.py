@@ -94,7 +94,10 @@ def test_the_queue_alone_is_measured(tmp_path: Path) -> None:
     assert "of linear" in outcome.stdout
     figures = json.loads((tmp_path / "queue.json").read_text())
     (length,) = figures["lengths"]
-    assert length["jobs"] == 200
+    assert length["jobs"] == length["settled"] == 200
+    if sys.platform == "linux":
+        assert len(length["worker_bytes"]) == 11
+        assert min(length["worker_bytes"]) > 10 * 2**20
     assert min(length["enqueued_per_s"], length["settled_per_s"], length["queued_job_bytes"]) > 0
     assert [each["workers"] for each in figures["scaling"]] == [1, 2]
     assert figures["scaling"][0]["share_of_linear"] == 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -90,12 +90,24 @@ def test_linear_is_what_the_first_count_would_do() -> None:
 
 def test_the_queues_tables() -> None:
     length = LengthFigures(
-        jobs=1000, enqueued_per_s=10_000.0, settled_per_s=500.0, queued_job_bytes=900.4, finished_job_bytes=None
+        jobs=1000,
+        settled=500,
+        enqueued_per_s=10_000.0,
+        settled_per_s=500.0,
+        queued_job_bytes=900.4,
+        finished_job_bytes=None,
+        worker_bytes=[2**20 * number for number in range(100, 111)],
     )
     figures = QueueFigures(lengths=[length], scaling=scaling_of([(1, 50.0)]), scaling_slots=32, step_ms=50.0)
     shown = [line.split() for line in queue_tables(figures).splitlines()]
     assert ["1,000", "10,000", "500", "100", "2,000", "900"] in shown
     assert ["1", "50.0", "100.0%"] in shown
+    memory = shown.index(["500", *(f"{number}.0" for number in range(100, 111))])
+    assert [len(line) for line in (shown[memory], shown[memory - 1])] == [12, 13]  # "jobs done" is of two words
+    silent = QueueFigures(
+        lengths=[replace(length, worker_bytes=[])], scaling=figures.scaling, scaling_slots=32, step_ms=50.0
+    )
+    assert "resident" not in queue_tables(silent)
 
 
 def test_columns_line_up() -> None:

@@ -15,7 +15,7 @@ from headrace.producer.cancel import cancel_batch, cancel_job
 from headrace.producer.jobs import job_status, remaining_s, submit_entry, wait_for_result
 from headrace.producer.lines import Line
 from headrace.producer.status import ServerStatus, server_status
-from headrace.producer.steps import MAX_BLOCK_S, Steps, describe, drive
+from headrace.producer.steps import DEFAULT_PATIENCE_S, MAX_BLOCK_S, Steps, describe, drive
 from headrace.producer.submission import Submission
 from headrace.shared.connection import connect
 from headrace.shared.errors import ResultTimeout
@@ -30,7 +30,10 @@ class Producer:
 
     `url`, `model`, `queue` and `result_ttl_s` default to HEADRACE_REDIS_URL, HEADRACE_MODEL, HEADRACE_QUEUE and
     HEADRACE_RESULT_TTL. Without a queue, each request goes to the queue of its model. `connection` is a client of the
-    caller's own, which stays open. Raises SettingsError, ServerUnavailable; so does each method, the latter.
+    caller's own, which stays open. Raises SettingsError, ServerUnavailable.
+
+    A method waits up to `patience_s` for a server that is away, failing over or out of memory, also beyond its own
+    timeout; nothing is done twice for it. It raises ServerUnavailable after that.
     """
 
     def __init__(
@@ -41,7 +44,9 @@ class Producer:
         queue: str | None = None,
         result_ttl_s: int | None = None,
         connection: redis.Redis | None = None,
+        patience_s: float = DEFAULT_PATIENCE_S,
     ) -> None:
+        self._patience_s = patience_s
         self._settings = settings.resolve(url, model, queue, result_ttl_s)
         self._owned = connection is None
         self._where = self._settings.url if connection is None else describe(connection)
@@ -128,7 +133,7 @@ class Producer:
             self._run(submission.close())
 
     def _run(self, steps: Steps[T]) -> T:
-        return drive(self._redis, self._where, steps)
+        return drive(self._redis, self._where, steps, self._patience_s)
 
 
 class Job:

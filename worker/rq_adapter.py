@@ -31,6 +31,7 @@ from rq.worker_registration import clean_worker_registry
 from headrace.shared import keys
 from headrace.shared.connection import as_text
 from headrace.shared.job import CANCEL_FIELD
+from headrace.shared.outages import is_passing
 from headrace.worker.fence import Command, FencedWrite, Fences, commands_of, execute
 
 # How long RQ believes in a job without hearing of it: the fallback for when no headrace worker is alive.
@@ -114,12 +115,14 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         self._fences = fences
         self._on_stop = on_stop
         self._on_shutdown = on_shutdown
+        self._listens = False
         self.queue: Queue = self.queues[0]
 
     # Registration
 
     def enter(self) -> None:
-        """Register with RQ and listen for its commands."""
+        """Register with RQ and listen for its commands. May be called again if it failed halfway."""
+        self.connection.delete(self.key)  # of an attempt whose answer was lost: RQ would take it for another worker
         self.bootstrap(logging_level=logging.WARNING)
 
     def leave(self) -> None:
@@ -147,11 +150,14 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
 
     def subscribe(self) -> None:
         """Listen for RQ's commands; as stock RQ does, but with a thread that ends when it is asked to."""
+        if self._listens:
+            return
         self.pubsub = self.connection.pubsub()
         self.pubsub.subscribe(**{self.pubsub_channel_name: self.handle_payload})
         self.pubsub_thread = self.pubsub.run_in_thread(
             sleep_time=0.2, daemon=True, exception_handler=self._pubsub_exception_handler
         )
+        self._listens = True
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: PubSub, pubsub_thread: PubSubWorkerThread) -> None:
         """Whatever happens to the connection, listen on: redis-py subscribes anew when the server is back."""
@@ -265,7 +271,10 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         return [("HDEL", running.job.key, BLAME_FIELD)] if running.blame else []
 
     def after_commit(self, settled: Sequence[Running]) -> None:
-        """What RQ does once outcomes are stored: let dependents run and free the slots of rate limits."""
+        """What RQ does once outcomes are stored: let dependents run and free the slots of rate limits.
+
+        To be called again for all of them if it raises RedisError.
+        """
         with self.connection.pipeline(transaction=False) as pipeline:
             for running in settled:
                 pipeline.exists(running.job.dependents_key)
@@ -276,7 +285,9 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
                     self.queue.enqueue_dependents(running.job)
                 if running.job.has_rate_limit:
                     release_slot(running.job)
-            except Exception:  # RQ raises whatever it finds in the dependents' hashes
+            except Exception as error:  # RQ raises whatever it finds in the dependents' hashes
+                if is_passing(error):
+                    raise
                 logger.exception("what waits for job %s could not be enqueued", running.job_id)
 
     def _record_failure(

@@ -272,6 +272,7 @@ class BatchWorker:
         self._keeper.leave()
         if all_written:  # otherwise the lease has to run out, for others to look after what is left
             self._deregister()
+        self._rq.stop_listening()
         logger.info("worker %s has stopped after %d jobs", self.name, self.num_settled)
 
     def _deregister(self) -> None:

@@ -122,12 +122,18 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
 
     def enter(self) -> None:
         """Register with RQ and listen for its commands. May be called again if it failed halfway."""
+        super()._set_ip_address(self.connection)
         self.connection.delete(self.key)  # of an attempt whose answer was lost: RQ would take it for another worker
         self.bootstrap(logging_level=logging.WARNING)
 
     def leave(self) -> None:
         """Sign off."""
         self.teardown()
+
+    def stop_listening(self) -> None:
+        """End the thread that listens for commands, also if signing off has failed before that."""
+        if self._listens:
+            self.pubsub_thread.stop()
 
     def show_busy(self, busy: bool) -> None:
         """Set the state that `rq info` shows."""
@@ -163,6 +169,10 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         """Whatever happens to the connection, listen on: redis-py subscribes anew when the server is back."""
         logger.warning("listening for commands failed, trying again: %s", exc)
         time.sleep(1.0)
+
+    def _set_ip_address(self, connection: redis.Redis) -> None:
+        """Stock RQ asks the server while it is constructed; `enter` does, and may be called again."""
+        self.ip_address = "unknown"
 
     def _set_connection(self, connection: redis.Redis) -> redis.Redis:
         """Stock RQ raises the socket timeout to minutes; a worker with a lease must notice a dead server sooner."""
@@ -379,11 +389,13 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         Left out: the cleanup of started jobs (it imports callbacks that a job names, and two at once requeue a job
         twice; ours is the takeover) and of the intermediate queue (ours are the claim lists).
         """
+        # What RQ had made ready when its connection broke it never puts on the queue by itself.
+        ReadyJobRegistry(queue=self.queue).cleanup()
         if not self.should_run_maintenance_tasks:
             return
         self.last_cleaned_at = now()
         if self.queue.acquire_maintenance_lock():
-            for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
+            for registry in (FinishedJobRegistry, FailedJobRegistry):
                 registry(queue=self.queue).cleanup()
             clean_worker_registry(self.queue)
             self.queue.release_maintenance_lock()

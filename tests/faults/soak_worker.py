@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import redis
 import torch
 from faults.processes import end_with_parent
 
-from headrace.shared.connection import connect
+from headrace.shared.connection import connect, open_client
 from headrace.worker.batch_worker import BatchWorker
 from headrace.worker.cli import _log_to_stderr
 from headrace.worker.engine.kv_cache import KVCache
@@ -29,7 +28,6 @@ from headrace.worker.loading import load
 from headrace.worker.settings import EngineSettings, QueueSettings
 
 NO_SERVER = 2  # the exit code of a worker that found no server when it began
-_SOCKET_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +40,7 @@ class WorkerPlan:
     lease_s: float
     checkpoint_interval_s: float
     max_crashes: int
+    socket_timeout_s: float = 10.0
 
 
 class CountingModel:
@@ -83,7 +82,7 @@ def run_worker(plan: WorkerPlan, folder: Path, number: int) -> None:
     )
     with (
         _counter(folder / f"{number}.count") as count,
-        redis.Redis.from_url(plan.url, socket_timeout=_SOCKET_TIMEOUT_S) as connection,
+        open_client(plan.url, socket_timeout_s=plan.socket_timeout_s) as connection,
     ):
         loaded.engine._model = CountingModel(loaded.engine._model, count)
         worker = BatchWorker(connection, loaded.engine, loaded.runner, settings)

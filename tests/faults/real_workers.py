@@ -32,11 +32,11 @@ class RealWorkers:
         self._folder = folder
         self._processes: list[BaseProcess] = []
 
-    def start(self, url: str) -> int:
+    def start(self, url: str, **plan: Any) -> int:
         """Start one; returns its number, from 0."""
         number = len(self._processes)
-        plan = WorkerPlan(url=url, model=str(self._model), **self._plan)
-        process = context().Process(target=run_worker, args=(plan, self._folder, number))
+        made = WorkerPlan(url=url, model=str(self._model), **{**self._plan, **plan})
+        process = context().Process(target=run_worker, args=(made, self._folder, number))
         process.start()
         self._processes.append(process)
         return number

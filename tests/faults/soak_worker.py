@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from faults.namespaces import enter_namespace
 from faults.processes import end_with_parent
 
 from headrace.shared.connection import connect, open_client
@@ -32,7 +33,7 @@ NO_SERVER = 2  # the exit code of a worker that found no server when it began
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """What each worker of a soak is started with."""
+    """What each worker of a soak is started with; `namespace` is the network namespace that it lives in."""
 
     url: str
     model: str
@@ -41,6 +42,7 @@ class WorkerPlan:
     checkpoint_interval_s: float
     max_crashes: int
     socket_timeout_s: float = 10.0
+    namespace: str | None = None
 
 
 class CountingModel:
@@ -67,6 +69,8 @@ def sampled_tokens(folder: Path) -> int:
 def run_worker(plan: WorkerPlan, folder: Path, number: int) -> None:
     """Be a worker until told to stop. Its count and its log go to `folder`."""
     end_with_parent()
+    if plan.namespace is not None:
+        enter_namespace(plan.namespace)
     with (folder / f"{number}.log").open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

@@ -18,7 +18,7 @@ from headrace.producer.status import ServerStatus, server_status
 from headrace.producer.steps import DEFAULT_PATIENCE_S, MAX_BLOCK_S, Steps, describe, drive
 from headrace.producer.submission import Submission
 from headrace.shared.connection import connect
-from headrace.shared.errors import ResultTimeout
+from headrace.shared.errors import ResultTimeout, ServerUnavailable
 from headrace.shared.schema import Request, Result
 
 T = TypeVar("T")
@@ -99,7 +99,13 @@ class Producer:
         self.close()
 
     def _submission(
-        self, batch: str | None, defaults: Mapping[str, Any], *, source: str = "requests", listed: bool = True
+        self,
+        batch: str | None,
+        defaults: Mapping[str, Any],
+        *,
+        source: str = "requests",
+        listed: bool = True,
+        fingerprint: str | None = None,
     ) -> Submission:
         return Submission(
             batch or settings.new_batch_name(),
@@ -108,6 +114,7 @@ class Producer:
             ttl_s=self._settings.result_ttl_s,
             source=source,
             listed=listed,
+            fingerprint=fingerprint,
         )
 
     def _submit(self, items: Iterable[Item], submission: Submission, *, checked: bool = False) -> Batch:
@@ -121,7 +128,8 @@ class Producer:
         return Batch(self, submission.name)
 
     def _fill(self, items: Iterable[Item], submission: Submission) -> None:
-        """Send the items of a batch that is open, and close it."""
+        """Send the items of a batch that is open, and close it, unless the same can be gone on with later."""
+        to_be_closed = True
         try:
             for item in items:
                 if submission.add(item):
@@ -129,8 +137,12 @@ class Producer:
                 if submission.stopped:
                     break
             self._run(submission.send())
+        except ServerUnavailable:
+            to_be_closed = submission.fingerprint is None
+            raise
         finally:  # also when the iterable fails: what was sent can be collected
-            self._run(submission.close())
+            if to_be_closed:
+                self._run(submission.close())
 
     def _run(self, steps: Steps[T]) -> T:
         return drive(self._redis, self._where, steps, self._patience_s)

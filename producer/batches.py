@@ -66,7 +66,8 @@ def batch_not_found_text(name: str) -> str:
 class Collector:
     """Reads a batch's results in the order of finishing; `finished` when there are no more to come.
 
-    It holds one chunk of results. Each result comes once.
+    It holds one chunk of results. Each result comes once; after a failover that lost what was read already, it may come
+    again. So what it has seen does not tell that nothing is to come: the batch's own counts do, and an empty read.
     """
 
     def __init__(self, name: str) -> None:
@@ -75,6 +76,7 @@ class Collector:
         self.finished = False
         self._last_id = "0-0"
         self._total = -1
+        self._complete = False  # all jobs have their entry in the stream
 
     def take(self, block_s: float) -> Steps[list[Result]]:
         """The next results, at most RESULTS_CHUNK; waits up to `block_s` if there is none. Raises BatchNotFound."""
@@ -82,8 +84,12 @@ class Collector:
             self._note((yield Call([self._header()]))[0])
         if self.finished:
             return []
+        block_s = 0.0 if self._complete else block_s
         (reply,) = yield Call([self._read(block_s)], blocking=block_s > 0)
         entries = stream_entries(reply)
+        if not entries and self._complete:
+            self.finished = True
+            return []
         job_ids = [values.get("job_id", "") for _, values in entries]
         commands = [self._header()]
         if job_ids:
@@ -111,18 +117,18 @@ class Collector:
         return f"{self.num_seen:,} of {max(self._total, 0):,} jobs have their result"
 
     def _header(self) -> Command:
-        return ("HMGET", keys.batch(self.name), "created_at", "total", "submitted")
+        return ("HMGET", keys.batch(self.name), "created_at", "submitted", "total", "completed", "failed", "cancelled")
 
     def _read(self, block_s: float) -> Command:
         block = ("BLOCK", math.ceil(block_s * 1000)) if block_s > 0 else ()  # rounded up: 0 would block for ever
         return ("XREAD", "COUNT", RESULTS_CHUNK, *block, "STREAMS", keys.batch_done(self.name), self._last_id)
 
     def _note(self, header: Sequence[bytes | None]) -> None:
-        created_at, total, submitted = header
+        created_at, submitted, *counts = header
         if created_at is None:
             raise BatchNotFound(batch_not_found_text(self.name))
-        self._total = _count(text(total))
-        self.finished = text(submitted) == "1" and self.num_seen >= self._total
+        self._total, *done = (_count(text(count)) for count in counts)
+        self._complete = text(submitted) == "1" and sum(done) >= self._total
 
     def _result(self, job_id: str, raw: bytes | None) -> Result:
         if raw is None:

@@ -71,14 +71,18 @@ class Keeper:
 
     def _run(self) -> None:
         while not self._halt.is_set():
-            try:
-                self.look()
-                self._note_success()
-            except redis.RedisError as error:
-                self._note_failure(error)
-            except Exception:  # a worker that no longer beats would lose its jobs
-                logger.exception("a heartbeat failed")
+            self.try_to_look()
             self._halt.wait(min(_LOOK_S, self._beat_s) * random.uniform(0.75, 1.0))
+
+    def try_to_look(self) -> None:
+        """As `look`; whatever goes wrong is met again at the next one."""
+        try:
+            self.look()
+            self._note_success()
+        except redis.RedisError as error:
+            self._note_failure(error)
+        except Exception:  # a worker that no longer beats would lose its jobs
+            logger.exception("a heartbeat failed")
 
     def _note_success(self) -> None:
         if self._failing:

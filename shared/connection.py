@@ -48,7 +48,7 @@ def connect_async(url: str) -> redis.asyncio.Redis:
     """An asyncio client; it connects at its first command. Raises SettingsError for a URL of the wrong form."""
     opened = async_primary_client if is_sentinel_url(url) else redis.asyncio.Redis.from_url
     try:
-        client = opened(url, socket_connect_timeout=CONNECT_TIMEOUT_S)
+        client = opened(url, socket_connect_timeout=CONNECT_TIMEOUT_S, socket_timeout=SOCKET_TIMEOUT_S)
         _check_arguments(client.connection_pool)
     except ValueError as error:
         raise _not_a_url(url, error) from None

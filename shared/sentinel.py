@@ -95,7 +95,8 @@ class _Pool(redis.sentinel.SentinelConnectionPool):
 
     def close(self) -> None:
         super().close()
-        self.sentinel_manager.close()
+        for sentinel in self.sentinel_manager.sentinels:
+            sentinel.close()
 
 
 class _AsyncSentinel(redis.asyncio.sentinel.Sentinel):

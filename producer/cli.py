@@ -160,8 +160,8 @@ def submit(
         submission = producer._submission(batch, {}, source=found.source, fingerprint=mark)
         try:
             made = producer._submit(read_lines(path, found.format, checked), submission, checked=True)
-        except ServerUnavailable as error:
-            raise ServerUnavailable(f"{error} ({_sent(submission)})") from error
+        except (ServerUnavailable, BatchNotFound) as error:
+            raise type(error)(f"{error} ({_sent(submission)})") from error
         count = producer.batch(made.name).progress().total
     bad = f", of which {found.bad:,} malformed (first: {found.first_error})" if found.bad else ""
     click.echo(f"batch {made.name}: {count:,} jobs{bad}")

@@ -18,7 +18,7 @@ from headrace.producer.status import ServerStatus, server_status
 from headrace.producer.steps import DEFAULT_PATIENCE_S, MAX_BLOCK_S, Steps, describe, drive
 from headrace.producer.submission import Submission
 from headrace.shared.connection import connect
-from headrace.shared.errors import ResultTimeout, ServerUnavailable
+from headrace.shared.errors import BatchNotFound, ResultTimeout, ServerUnavailable
 from headrace.shared.schema import Request, Result
 
 T = TypeVar("T")
@@ -137,7 +137,7 @@ class Producer:
                 if submission.stopped:
                     break
             self._run(submission.send())
-        except ServerUnavailable:
+        except (ServerUnavailable, BatchNotFound):
             to_be_closed = submission.fingerprint is None
             raise
         finally:  # also when the iterable fails: what was sent can be collected

@@ -92,8 +92,10 @@ class Submission:
 
     def _is_resumed(self) -> Steps[bool]:
         """True if the batch that is there is this one, left open; its jobs are then skipped."""
-        fields = ("fingerprint", "submitted", "total")
-        ((fingerprint, submitted, total),) = yield Call([("HMGET", keys.batch(self.name), *fields)])
+        key = keys.batch(self.name)
+        fingerprint, submitted, total = yield Call(
+            [("HGET", key, name) for name in ("fingerprint", "submitted", "total")]
+        )
         if self.fingerprint is None or text(fingerprint) != self.fingerprint or text(submitted) != "0":
             return False
         self.num_sent = self._skip = int(text(total))
@@ -131,7 +133,9 @@ class Submission:
         )
         reply, cancelled_at = yield Call([command, ("HGET", keys.batch(self.name), "cancelled_at")])
         if reply != enqueue.APPLIED and text(reply) != str(self.num_sent + len(chunk)):
-            raise BatchNotFound(f"batch {self.name!r} was deleted while it was being submitted")
+            raise BatchNotFound(
+                f"batch {self.name!r} was deleted while it was being submitted, or a failover has lost a part of it"
+            )
         self.num_sent += len(chunk)
         self.stopped = cancelled_at is not None
 

@@ -299,3 +299,26 @@ def test_the_same_submit_again_sends_only_what_is_missing(
         assert len(set(job_ids)) == 1200
         assert client.lrange("headrace:batch:b:jobs", 0, -1) == job_ids
         assert "there is a batch 'b' already" in invoke("submit", "in.txt", "--batch", "b").stderr
+
+
+def test_what_a_failover_has_lost_of_a_batch_is_sent_by_the_same_submit_again(
+    invoke: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis_url: str
+) -> None:
+    (tmp_path / "in.txt").write_text("".join(f"p{i}\n" for i in range(1200)))
+    read_lines = cli.read_lines
+    with redis.Redis.from_url(redis_url) as client:
+
+        def until_a_failover(*arguments: Any) -> Iterator[Any]:
+            for number, line in enumerate(read_lines(*arguments)):
+                if number == 700:  # 500 have been sent; the new primary is as the old one was before that
+                    client.hset("headrace:batch:b", "total", 0)
+                    client.delete(f"rq:queue:{QUEUE}", "headrace:batch:b:jobs", *client.keys("rq:job:*"))
+                yield line
+
+        monkeypatch.setattr(cli, "read_lines", until_a_failover)
+        outcome = invoke("submit", "in.txt", "--batch", "b")
+        assert outcome.exit_code == 2
+        assert "or a failover has lost a part of it" in outcome.stderr
+        monkeypatch.setattr(cli, "read_lines", read_lines)
+        assert "batch b: 1,200 jobs" in invoke("submit", "in.txt", "--batch", "b").output
+        assert client.llen(f"rq:queue:{QUEUE}") == client.llen("headrace:batch:b:jobs") == 1200

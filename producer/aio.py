@@ -18,7 +18,7 @@ from headrace.producer.client import Item
 from headrace.producer.jobs import job_status, remaining_s, submit_entry, wait_for_result
 from headrace.producer.retry import Retried, retry_batch
 from headrace.producer.status import ServerStatus, server_status
-from headrace.producer.steps import MAX_BLOCK_S, Call, Steps, describe, server_error
+from headrace.producer.steps import DEFAULT_PATIENCE_S, MAX_BLOCK_S, Call, Patience, Steps, describe
 from headrace.producer.submission import Submission
 from headrace.shared.connection import connect_async
 from headrace.shared.errors import ResultTimeout
@@ -42,7 +42,10 @@ class AsyncProducer:
         queue: str | None = None,
         result_ttl_s: int | None = None,
         connection: redis.asyncio.Redis | None = None,
+        patience_s: float = DEFAULT_PATIENCE_S,
     ) -> None:
+        self._patience_s = patience_s
+        self._has_answered = connection is not None  # a wrong address should be noticed at once
         self._settings = settings.resolve(url, model, queue, result_ttl_s)
         self._owned = connection is None
         self._where = self._settings.url if connection is None else describe(connection)
@@ -118,14 +121,21 @@ class AsyncProducer:
         try:
             call = next(steps)
             while True:
-                try:
-                    reply = await self._send(call)
-                except redis.RedisError as error:
-                    raise server_error(self._where, error) from error
-                call = steps.send(reply)
+                call = steps.send(await self._answer(call))
         except StopIteration as stop:
             outcome: T = stop.value
             return outcome
+
+    async def _answer(self, call: Call) -> list[Any]:
+        patience = Patience(self._where, self._patience_s if self._has_answered else 0.0)
+        while True:
+            try:
+                replies = await self._send(call)
+                self._has_answered = True
+                return replies
+            except redis.RedisError as error:
+                pause_s = patience.pause_s(error)
+            await asyncio.sleep(pause_s)
 
     async def _send(self, call: Call) -> list[Any]:
         if call.blocking:

@@ -67,7 +67,9 @@ def batch_not_found_text(name: str) -> str:
 class Collector:
     """Reads a batch's results in the order of finishing; `finished` when there are no more to come.
 
-    It holds one chunk of results. Each result comes once; a job that is retried meanwhile has another, which comes too.
+    It holds one chunk of results. Each result comes once; a job that is retried meanwhile has another, which comes too,
+    and after a failover that lost what was read already, it may come again. So what it has seen does not tell that
+    nothing is to come: the batch's own counts do, and that there is no further entry.
     """
 
     def __init__(self, name: str) -> None:

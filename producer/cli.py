@@ -13,16 +13,17 @@ import click
 
 from headrace.producer.batches import Collector
 from headrace.producer.client import Producer
-from headrace.producer.files import readable_twice
+from headrace.producer.files import fingerprint, readable_twice
 from headrace.producer.formats import preflight, read_lines
 from headrace.producer.interrupts import signals_raise_once
 from headrace.producer.jobs import remaining_s
 from headrace.producer.lines import Chat, check_defaults
 from headrace.producer.progress import ProgressBar, Tally
-from headrace.producer.run import Interrupted, RunOptions, run_file
+from headrace.producer.run import PATIENCE_S, Interrupted, RunOptions, run_file
+from headrace.producer.submission import Submission
 from headrace.producer.tables import progress_table, status_table
 from headrace.producer.writers import open_writer
-from headrace.shared.errors import BatchNotFound, JobNotFound, ResultTimeout, SettingsError
+from headrace.shared.errors import BatchNotFound, JobNotFound, ResultTimeout, ServerUnavailable, SettingsError
 from headrace.shared.options import EngineOptions, engine_options, model_option, queue_option, redis_option, together
 
 EXIT_FAILED = 1
@@ -148,18 +149,32 @@ def submit(
 ) -> None:
     """Queue all prompts of INPUT as a batch. INPUT is as for `headrace run`.
 
-    Any `headrace worker` of the queue runs them; `headrace collect` writes the answers.
+    Any `headrace worker` of the queue runs them; `headrace collect` writes the answers. If the server fails before all
+    is sent, the same command with the same --batch sends what is missing.
     """
     checked = check_defaults(defaults)
     as_chat = _chat(chat, system)
-    with readable_twice(input) as path, Producer(redis_url, model=model, queue=queue) as producer:
+    given = {"format": format, "model": model, "queue": queue, "chat": chat, "system": system, **checked}
+    with (
+        readable_twice(input) as path,
+        Producer(redis_url, model=model, queue=queue, patience_s=PATIENCE_S) as producer,
+    ):
         found = preflight(path, format, checked, as_chat)
-        submission = producer._submission(batch, {}, source=found.source)
-        made = producer._submit(read_lines(path, found.format, checked, as_chat), submission, checked=True)
+        mark = fingerprint(path, given) if batch else None
+        submission = producer._submission(batch, {}, source=found.source, fingerprint=mark)
+        try:
+            made = producer._submit(read_lines(path, found.format, checked, as_chat), submission, checked=True)
+        except (ServerUnavailable, BatchNotFound) as error:
+            raise type(error)(f"{error} ({_sent(submission)})") from error
         count = producer.batch(made.name).progress().total
     bad = f", of which {found.bad:,} malformed (first: {found.first_error})" if found.bad else ""
     click.echo(f"batch {made.name}: {count:,} jobs{bad}")
     click.echo(f"collect the answers with: headrace collect {made.name} -o results.jsonl")
+
+
+def _sent(submission: Submission) -> str:
+    text = f"{submission.num_sent:,} jobs of batch {submission.name} were sent"
+    return text if submission.fingerprint is None else f"{text}; the same command again sends the rest"
 
 
 @click.command(short_help="Write the answers of a batch to a file.")
@@ -175,7 +190,7 @@ def collect(batch: str, output: str, no_wait: bool, timeout: float | None, redis
     """
     tally = Tally(live=False)
     try:
-        with Producer(redis_url) as producer:
+        with Producer(redis_url, patience_s=PATIENCE_S) as producer:
             handle = producer.batch(batch)
             total, source = handle.progress().total, handle.source()
             with open_writer(output, source) as writer, ProgressBar(total, tally) as bar:
@@ -196,7 +211,7 @@ def collect(batch: str, output: str, no_wait: bool, timeout: float | None, redis
 @redis_option()
 def status(batch: str | None, as_json: bool, redis_url: str | None) -> None:
     """Show queues, workers and batches, or how far BATCH is."""
-    with Producer(redis_url) as producer:
+    with Producer(redis_url, patience_s=PATIENCE_S) as producer:
         if batch is not None:
             progress = producer.batch(batch).progress()
             shown = asdict(progress) | {"done": progress.done, "finished": progress.finished}
@@ -211,7 +226,7 @@ def status(batch: str | None, as_json: bool, redis_url: str | None) -> None:
 @redis_option()
 def cancel(names: tuple[str, ...], redis_url: str | None) -> None:
     """Cancel batches and jobs: what waits ends at once, what runs ends soon, with its text so far."""
-    with Producer(redis_url) as producer:
+    with Producer(redis_url, patience_s=PATIENCE_S) as producer:
         for name in names:
             click.echo(f"{name}: {_cancel_one(producer, name)}")
 

@@ -16,10 +16,10 @@ from headrace.producer.jobs import job_status, remaining_s, submit_entry, wait_f
 from headrace.producer.lines import Line
 from headrace.producer.retry import Retried, retry_batch
 from headrace.producer.status import ServerStatus, server_status
-from headrace.producer.steps import MAX_BLOCK_S, Steps, describe, drive
+from headrace.producer.steps import DEFAULT_PATIENCE_S, MAX_BLOCK_S, Steps, describe, drive
 from headrace.producer.submission import Submission
 from headrace.shared.connection import connect
-from headrace.shared.errors import ResultTimeout
+from headrace.shared.errors import BatchNotFound, ResultTimeout, ServerUnavailable
 from headrace.shared.schema import Request, Result
 
 T = TypeVar("T")
@@ -31,7 +31,10 @@ class Producer:
 
     `url`, `model`, `queue` and `result_ttl_s` default to HEADRACE_REDIS_URL, HEADRACE_MODEL, HEADRACE_QUEUE and
     HEADRACE_RESULT_TTL. Without a queue, each request goes to the queue of its model. `connection` is a client of the
-    caller's own, which stays open. Raises SettingsError, ServerUnavailable; so does each method, the latter.
+    caller's own, which stays open. Raises SettingsError, ServerUnavailable.
+
+    A method waits up to `patience_s` for a server that is away, failing over or out of memory, also beyond its own
+    timeout; nothing is done twice for it. It raises ServerUnavailable after that.
     """
 
     def __init__(
@@ -42,7 +45,9 @@ class Producer:
         queue: str | None = None,
         result_ttl_s: int | None = None,
         connection: redis.Redis | None = None,
+        patience_s: float = DEFAULT_PATIENCE_S,
     ) -> None:
+        self._patience_s = patience_s
         self._settings = settings.resolve(url, model, queue, result_ttl_s)
         self._owned = connection is None
         self._where = self._settings.url if connection is None else describe(connection)
@@ -95,7 +100,13 @@ class Producer:
         self.close()
 
     def _submission(
-        self, batch: str | None, defaults: Mapping[str, Any], *, source: str = "requests", listed: bool = True
+        self,
+        batch: str | None,
+        defaults: Mapping[str, Any],
+        *,
+        source: str = "requests",
+        listed: bool = True,
+        fingerprint: str | None = None,
     ) -> Submission:
         return Submission(
             batch or settings.new_batch_name(),
@@ -104,6 +115,7 @@ class Producer:
             ttl_s=self._settings.result_ttl_s,
             source=source,
             listed=listed,
+            fingerprint=fingerprint,
         )
 
     def _submit(self, items: Iterable[Item], submission: Submission, *, checked: bool = False) -> Batch:
@@ -117,7 +129,8 @@ class Producer:
         return Batch(self, submission.name)
 
     def _fill(self, items: Iterable[Item], submission: Submission) -> None:
-        """Send the items of a batch that is open, and close it."""
+        """Send the items of a batch that is open, and close it, unless the same can be gone on with later."""
+        to_be_closed = True
         try:
             for item in items:
                 if submission.add(item):
@@ -125,11 +138,15 @@ class Producer:
                 if submission.stopped:
                     break
             self._run(submission.send())
+        except (ServerUnavailable, BatchNotFound):
+            to_be_closed = submission.fingerprint is None
+            raise
         finally:  # also when the iterable fails: what was sent can be collected
-            self._run(submission.close())
+            if to_be_closed:
+                self._run(submission.close())
 
     def _run(self, steps: Steps[T]) -> T:
-        return drive(self._redis, self._where, steps)
+        return drive(self._redis, self._where, steps, self._patience_s)
 
 
 class Job:

@@ -78,10 +78,25 @@ def check_batch_name(name: str) -> str:
     return name
 
 
-def create_batch(name: str, *, created_at: datetime, queue: str, model: str, source: str, ttl_s: int) -> Command:
+def create_batch(
+    name: str, *, created_at: datetime, queue: str, model: str, source: str, ttl_s: int, fingerprint: str | None = None
+) -> Command:
     """The command that makes a batch. It replies APPLIED, or with the created_at of the batch that is there."""
     counts = ("total", 0, "completed", 0, "failed", 0, "cancelled", 0, "prompt_tokens", 0, "completion_tokens", 0)
-    about = ("queue", queue, "model", model, "source", source, "submitted", 0, "created_at", created_at.isoformat())
+    about: tuple[Word, ...] = (
+        "queue",
+        queue,
+        "model",
+        model,
+        "source",
+        source,
+        "submitted",
+        0,
+        "created_at",
+        created_at.isoformat(),
+    )
+    if fingerprint is not None:
+        about += ("fingerprint", fingerprint)
     key = keys.batch(name)
     commands: list[Command] = [
         ("HSET", key, *counts, *about),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import hashlib
 import io
+import json
 import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -60,6 +62,17 @@ def readable_twice(path: str) -> Iterator[str]:
         except OSError as error:
             raise InputError(f"can't copy {path} to {spool.name}: {_reason(error)}") from error
         yield spool.name
+
+
+def fingerprint(path: str, settings: Mapping[str, Any]) -> str:
+    """The same for the same bytes and settings, and for no others. Raises InputError."""
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+    except OSError as error:
+        raise InputError(f"can't read {path}: {_reason(error)}") from error
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
 
 
 def _split(stream: IO[bytes]) -> Iterator[bytes | None]:

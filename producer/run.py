@@ -27,6 +27,8 @@ from headrace.shared.options import EngineOptions
 # Jobs on the server that have no result yet: enough to keep any worker busy, few enough for flat memory.
 MAX_UNFINISHED = 10_000
 _POLL_S = 0.5
+PATIENCE_S = 120.0  # how long a command waits for a server that has answered before
+_EMBEDDED_PATIENCE_S = 2.0  # one that has ended will not come back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,8 @@ def run_file(options: RunOptions) -> tuple[Tally, ResultWriter]:
         writer = stack.enter_context(open_writer(options.output, found.source))
         url = options.redis_url or stack.enter_context(EmbeddedServer()).url
         queue = options.queue or keys.queue_name(options.engine.model)
-        producer = stack.enter_context(Producer(url, model=options.engine.model, queue=queue))
+        patience_s = PATIENCE_S if options.redis_url else _EMBEDDED_PATIENCE_S
+        producer = stack.enter_context(Producer(url, model=options.engine.model, queue=queue, patience_s=patience_s))
         name = options.batch or new_batch_name()
         feeder = Feeder(producer, name, path, found, defaults, listed=options.redis_url is not None)
         worker = stack.enter_context(WorkerProcess(url, ["--queue", queue, *options.engine.words()]))

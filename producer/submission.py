@@ -35,14 +35,27 @@ class Submission:
 
     It holds one chunk of at most CHUNK_JOBS jobs and about CHUNK_BYTES, however many pass through. `stopped` becomes
     true when somebody has cancelled the batch meanwhile; what is added from then on is dropped.
+
+    `fingerprint` stands for the items and all that is done with them. A batch that was left open is gone on with by
+    whoever has the same: what it has already is skipped.
     """
 
     def __init__(
-        self, name: str, *, route: Route, defaults: Defaults, ttl_s: int, source: str = "requests", listed: bool = True
+        self,
+        name: str,
+        *,
+        route: Route,
+        defaults: Defaults,
+        ttl_s: int,
+        source: str = "requests",
+        listed: bool = True,
+        fingerprint: str | None = None,
     ) -> None:
         self.name = enqueue.check_batch_name(name)
         self.num_sent = 0
         self.stopped = False
+        self.fingerprint = fingerprint
+        self._skip = 0  # so many items are on the server already
         self._route = route
         self._defaults = check_defaults(defaults)
         self._ttl_s = ttl_s
@@ -71,16 +84,31 @@ class Submission:
             model=self._route.model,
             source=self._source,
             ttl_s=self._ttl_s,
+            fingerprint=self.fingerprint,
         )
         (reply,) = yield Call([create])
-        if reply != enqueue.APPLIED and text(reply) != now.isoformat():
+        if reply != enqueue.APPLIED and text(reply) != now.isoformat() and not (yield from self._is_resumed()):
             raise BatchExists(
                 f"there is a batch {self.name!r} already, created at {text(reply)}; take another name, or run what "
                 f"failed of it again: headrace retry {self.name}"
             )
 
+    def _is_resumed(self) -> Steps[bool]:
+        """True if the batch that is there is this one, left open; its jobs are then skipped."""
+        key = keys.batch(self.name)
+        fingerprint, submitted, total = yield Call(
+            [("HGET", key, name) for name in ("fingerprint", "submitted", "total")]
+        )
+        if self.fingerprint is None or text(fingerprint) != self.fingerprint or text(submitted) != "0":
+            return False
+        self.num_sent = self._skip = int(text(total))
+        return True
+
     def add(self, item: object) -> bool:
         """Take an item; True if the chunk is full and `send` is due."""
+        if self._position < self._skip:
+            self._position += 1
+            return False
         line = line_from_item(item, self._position, self._defaults)
         self._refuse_if_seen(line.id)
         self._position += 1
@@ -108,7 +136,9 @@ class Submission:
         )
         reply, cancelled_at = yield Call([command, ("HGET", keys.batch(self.name), "cancelled_at")])
         if reply != enqueue.APPLIED and text(reply) != str(self.num_sent + len(chunk)):
-            raise BatchNotFound(f"batch {self.name!r} was deleted while it was being submitted")
+            raise BatchNotFound(
+                f"batch {self.name!r} was deleted while it was being submitted, or a failover has lost a part of it"
+            )
         self.num_sent += len(chunk)
         self.stopped = cancelled_at is not None
 

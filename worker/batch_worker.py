@@ -8,6 +8,7 @@ import queue
 import secrets
 import signal
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
@@ -16,7 +17,9 @@ from types import FrameType
 import redis
 
 from headrace.shared import keys
+from headrace.shared.backoff import Backoff
 from headrace.shared.errors import EngineFailure
+from headrace.shared.outages import is_passing, trouble
 from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason
 from headrace.worker.bisection import isolate, works
 from headrace.worker.courier import Courier
@@ -121,9 +124,9 @@ class BatchWorker:
         signal.signal(signal.SIGINT, on_signal)
 
     def run(self) -> None:
-        """Work until told to stop."""
-        self._lease.acquire()
-        self._rq.enter()
+        """Work until told to stop. Raises RedisError if the server refuses to have this worker at all."""
+        if not self._sign_on():
+            return
         self._keeper.start()
         self._courier.start()
         self._watchdog.start()
@@ -135,6 +138,22 @@ class BatchWorker:
                 self._checkpoint()
         finally:
             self._leave()
+
+    def _sign_on(self) -> bool:
+        """Become known as a worker, once the server lets us; False if told to stop before that."""
+        backoff = Backoff()
+        while not self._stops_asked:
+            try:
+                self._lease.acquire()
+                self._rq.enter()
+                return True
+            except redis.RedisError as error:
+                if not is_passing(error):
+                    raise
+                if backoff.is_first:
+                    logger.warning("%s; trying again before taking any jobs", trouble(error))
+            time.sleep(backoff.next_s())
+        return False
 
     def _take_in(self) -> None:
         """Do what other threads have asked for; wait for it a little if there is nothing to decode."""
@@ -255,12 +274,17 @@ class BatchWorker:
         self._sign_off()
 
     def _sign_off(self) -> None:
-        self._courier.write_rest()
+        all_written = self._courier.write_rest()
         self._keeper.leave()
+        if all_written:  # otherwise the lease has to run out, for others to look after what is left
+            self._deregister()
+        self._rq.stop_listening()
+        logger.info("worker %s has stopped after %d jobs", self.name, self.num_settled)
+
+    def _deregister(self) -> None:
         try:
             self._recovery.give_back_claims(self.name)
             self._lease.release()
             self._rq.leave()
         except redis.RedisError as error:
-            logger.warning("could not sign off: %s; jobs in hand return when the lease has run out", error)
-        logger.info("worker %s has stopped after %d jobs", self.name, self.num_settled)
+            logger.warning("could not sign off: %s; jobs in hand return when the lease has run out", trouble(error))

@@ -7,14 +7,16 @@ keeps and writes later; the fences make a write that did arrive harmless to repe
 from __future__ import annotations
 
 import logging
-import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import redis
 
 from headrace.shared import keys
+from headrace.shared.backoff import Backoff
+from headrace.shared.outages import trouble
 from headrace.shared.schema import ErrorInfo
 from headrace.worker.engine.rows import Row, now_s
 from headrace.worker.fence import Fences, Verdict, Write
@@ -30,7 +32,6 @@ logger = logging.getLogger("headrace.worker")
 
 _POLL_S = 0.05  # how often a queue that was empty is looked at again while rows run
 _IDLE_BLOCK_S = 1
-_MAX_BACKOFF_S = 5.0
 _GIVE_UP_S = 15.0  # on leaving: how long to keep trying to write what is left
 
 
@@ -73,11 +74,12 @@ class Courier:
         self._lock = threading.Lock()  # over _held
         self._done: deque[Row] = deque()
         self._returned: deque[Returned] = deque()
+        self._committed: list[Running] = []  # settled, and RQ's dependents not yet told
         self._one_alone = False  # a job on its last attempt is in hand, or will be once nothing else is
         self._snapshot: list[tuple[Held, list[int]]] = []
         self._wake = threading.Event()
         self._claiming = True
-        self._leaving = False
+        self._halt = threading.Event()
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
         self.queue_empty = threading.Event()  # the last look found nothing, and nothing is in hand
         self.num_settled = 0
@@ -134,25 +136,27 @@ class Courier:
     def leave(self) -> None:
         """End the thread after the round that it is in. `write_rest` then stores what is left."""
         self._claiming = False
-        self._leaving = True
+        self._halt.set()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
 
-    def write_rest(self) -> None:
-        """After `leave`: store and put back what is left, in the caller's thread, trying for _GIVE_UP_S if need be."""
-        give_up_s = now_s() + _GIVE_UP_S
-        while self._done or self._returned:
+    def write_rest(self) -> bool:
+        """After `leave`: store and put back what is left, in the caller's thread, trying for _GIVE_UP_S if need be.
+
+        False if some could not be written; those jobs return when the lease has run out.
+        """
+        give_up_s, backoff = now_s() + _GIVE_UP_S, Backoff()
+        while True:
             try:
-                self._settle_done()
                 self._return_rows()
+                self._settle_done()
+                return True
             except redis.RedisError as error:
                 if now_s() > give_up_s:
-                    logger.warning(
-                        "Redis does not answer; the jobs in hand return when the lease has run out: %s", error
-                    )
-                    return
-                self._wake.wait(0.5)
+                    logger.warning("%s; the jobs in hand return when the lease has run out", trouble(error))
+                    return False
+                time.sleep(backoff.next_s())
 
     def in_hand(self) -> list[Running]:
         """The jobs that this worker has started and not settled."""
@@ -175,24 +179,24 @@ class Courier:
     # The thread
 
     def _run(self) -> None:
-        backoff_s = 0.0
-        while not self._leaving:
+        backoff = Backoff()
+        while not self._halt.is_set():
             self._wake.clear()
             try:
                 worked = self._round()
-                backoff_s = 0.0
+                if backoff.reset():
+                    logger.info("Redis takes commands again")
+                if not worked:
+                    self._wait_for_work()
             except redis.RedisError as error:
-                if not backoff_s:
-                    logger.warning("Redis does not answer, trying again until it does: %s", error)
-                backoff_s = min(_MAX_BACKOFF_S, max(0.1, 2 * backoff_s))
-                self._wake.wait(backoff_s * random.uniform(0.5, 1.0))
-                continue
-            if not worked:
-                self._wait_for_work()
+                if backoff.is_first:
+                    logger.warning("%s; trying again, and decoding what is in hand", trouble(error))
+                self._halt.wait(backoff.next_s())
 
     def _round(self) -> bool:
-        """Settle, put back, checkpoint, claim; False if there was nothing to do."""
-        worked = self._settle_done() + self._return_rows() + self._write_checkpoints()
+        """Put back, settle, checkpoint, claim; False if there was nothing to do."""
+        # Putting back comes first: a server that is out of memory allows it, and refuses results.
+        worked = self._return_rows() + self._settle_done() + self._write_checkpoints()
         if self._claiming:
             worked += self._claim()
         self._rq.show_busy(bool(self._held))
@@ -205,10 +209,7 @@ class Courier:
         # Wait for the queue without taking from it: from left to left moves nothing, and a job that is claimed only
         # by the script can't be taken while work is suspended.
         queue_key = self._rq.queue.key
-        try:
-            arrived = self._connection.blmove(queue_key, queue_key, _IDLE_BLOCK_S, "LEFT", "LEFT")
-        except redis.RedisError:
-            return  # the next round meets it again, and handles it
+        arrived = self._connection.blmove(queue_key, queue_key, _IDLE_BLOCK_S, "LEFT", "LEFT")
         if arrived and self._connection.exists(keys.RQ_SUSPENDED):
             self._wake.wait(_IDLE_BLOCK_S)
 
@@ -217,19 +218,29 @@ class Courier:
         held = [self._held.get(row.row_id) for row in rows]
         pairs = [(job, row) for job, row in zip(held, rows, strict=True) if job is not None]
         verdicts = self._fences.finish([self._finished_write(job, row) for job, row in pairs])
-        awaited: list[Running] = []
+        refused = [pair for pair, verdict in zip(pairs, verdicts, strict=True) if verdict is Verdict.REFUSED]
+        stored = self._stored_before(refused)
         for (job, row), verdict in zip(pairs, verdicts, strict=True):
             self._forget(row.row_id)
-            if verdict in (Verdict.DONE, Verdict.DONE_FOR_NONE):
+            if verdict in (Verdict.DONE, Verdict.DONE_FOR_NONE) or row.row_id in stored:
                 self.num_settled += 1
-                if verdict is Verdict.DONE:
-                    awaited.append(job.running)
+                if verdict is not Verdict.DONE_FOR_NONE:
+                    self._committed.append(job.running)
             else:
                 logger.warning("job %s has moved on, or can't be written; its result from here was refused", row.row_id)
         for _ in rows:
             self._done.popleft()
-        self._rq.after_commit(awaited)
+        self._rq.after_commit(self._committed)
+        self._committed.clear()
         return len(rows)
+
+    def _stored_before(self, refused: Sequence[tuple[Held, Row]]) -> set[str]:
+        """Ids of the jobs whose result was stored by us already: only the answer was lost on the way."""
+        if not refused:
+            return set()
+        raw = self._connection.mget([keys.result(row.row_id) for _, row in refused])
+        found = zip(refused, raw, strict=True)
+        return {row.row_id for (held, row), stored in found if self._settler.is_result(held, row, stored)}
 
     def _finished_write(self, held: Held, row: Row) -> Write:
         try:

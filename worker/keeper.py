@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections.abc import Callable
 
 import redis
 
+from headrace.shared.outages import is_passing, trouble
 from headrace.worker.courier import Courier
 from headrace.worker.engine.rows import now_s
 from headrace.worker.lease import Lease
@@ -23,6 +25,9 @@ _LOOK_S = 1.0
 
 class Keeper:
     """Beats three times a lease, and looks for what has been cancelled every second.
+
+    After a time in which it could not beat, it takes nothing over until all others have had a lease's time to beat: on
+    the server's clock they are dead, too, and will be back as it is.
 
     `on_lost` is told of each job that this worker holds no longer, `on_cancel` of each id that is to be cancelled, at
     every look until the job has ended.
@@ -43,12 +48,15 @@ class Keeper:
         self._rq = rq
         self._courier = courier
         self._recovery = recovery
+        self._lease_s = lease_s
         self._beat_s = lease_s / 3
         self._on_lost = on_lost
         self._on_cancel = on_cancel
         self._beat_due_s = 0.0
         self._rq_beat_due_s = 0.0
         self._sweep_due_s = 0.0
+        self._take_over_from_s = 0.0
+        self._failing = False
         self._halt = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
@@ -63,36 +71,59 @@ class Keeper:
 
     def _run(self) -> None:
         while not self._halt.is_set():
-            try:
-                self.look()
-            except redis.RedisError as error:
-                logger.warning("a heartbeat failed: %s", error)
-            except Exception:  # a worker that no longer beats would lose its jobs
-                logger.exception("a heartbeat failed")
-            self._halt.wait(min(_LOOK_S, self._beat_s))
+            self.try_to_look()
+            self._halt.wait(min(_LOOK_S, self._beat_s) * random.uniform(0.75, 1.0))
+
+    def try_to_look(self) -> None:
+        """As `look`; whatever goes wrong is met again at the next one."""
+        try:
+            self.look()
+            self._note_success()
+        except redis.RedisError as error:
+            self._note_failure(error)
+        except Exception:  # a worker that no longer beats would lose its jobs
+            logger.exception("a heartbeat failed")
+
+    def _note_success(self) -> None:
+        if self._failing:
+            logger.info("heartbeats are sent again")
+        self._failing = False
+
+    def _note_failure(self, error: redis.RedisError) -> None:
+        if not self._failing:
+            logger.warning("heartbeats fail, trying again until they don't: %s", trouble(error))
+        self._failing = True
+        if is_passing(error):
+            self._spare_others()
+
+    def _spare_others(self) -> None:
+        self._take_over_from_s = now_s() + self._lease_s
 
     def look(self) -> None:
         """Cancel what is to be cancelled, and beat if it is time. A beat that fails is tried again at the next look."""
+        for job_id in self._rq.cancelled():
+            self._on_cancel(job_id)
         now = now_s()
         if now >= self._beat_due_s:
             self.beat()
             self._beat_due_s = now + self._beat_s
-        for job_id in self._rq.cancelled():
-            self._on_cancel(job_id)
 
     def beat(self) -> None:
         """Renew the lease, notice lost jobs, take over those of dead workers; now and then RQ's own duties."""
         if not self._lease.renew():
             logger.warning("the lease had run out; jobs may have gone to other workers")
+            self._spare_others()
         in_hand = self._courier.in_hand()
         for lost in self._rq.lost(in_hand):
             self._on_lost(lost)
-        self._recovery.take_over_dead_workers()
         now = now_s()
+        may_take_over = now >= self._take_over_from_s
+        if may_take_over:
+            self._recovery.take_over_dead_workers()
         if now >= self._rq_beat_due_s:
             self._rq.beat(in_hand)
             self._rq_beat_due_s = now + _RQ_BEAT_S
-        if now >= self._sweep_due_s:
+        if may_take_over and now >= self._sweep_due_s:
             self._recovery.take_over_expired()
             self._rq.tidy()
             self._sweep_due_s = now + _EXPIRED_SWEEP_S

@@ -25,8 +25,11 @@ class Lease:
             pipeline.execute()
 
     def renew(self) -> bool:
-        """Stay alive. False if the lease had run out, so that jobs may have been taken over; it is held again now."""
-        kept = self._connection.set(self.key, 1, px=self._duration_ms, xx=True)
+        """Stay alive. False if the lease had run out, so that jobs may have been taken over; it is held again now.
+
+        A server that is out of memory lets an expiry be set, and would refuse SET.
+        """
+        kept = self._connection.pexpire(self.key, self._duration_ms)
         if not kept:
             self.acquire()
         return bool(kept)

@@ -33,6 +33,7 @@ from rq.worker_registration import clean_worker_registry
 from headrace.shared import keys
 from headrace.shared.connection import as_text
 from headrace.shared.job import BLAME_FIELD, CANCEL_FIELD, CRASHES_FIELD
+from headrace.shared.outages import is_passing
 from headrace.shared.outcome import outcome_commands
 from headrace.shared.schema import Result
 from headrace.worker import plain_jobs
@@ -125,6 +126,7 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         self._fences = fences
         self._on_stop = on_stop
         self._on_shutdown = on_shutdown
+        self._listens = False
         self.queue: Queue = self.queues[0]
         # Each job is a copy of it: RQ would check the serializer anew for each, which takes longer than all the rest.
         self._blank_job = Job(connection=connection, serializer=JSONSerializer)
@@ -132,12 +134,19 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
     # Registration
 
     def enter(self) -> None:
-        """Register with RQ and listen for its commands."""
+        """Register with RQ and listen for its commands. May be called again if it failed halfway."""
+        super()._set_ip_address(self.connection)
+        self.connection.delete(self.key)  # of an attempt whose answer was lost: RQ would take it for another worker
         self.bootstrap(logging_level=logging.WARNING)
 
     def leave(self) -> None:
         """Sign off."""
         self.teardown()
+
+    def stop_listening(self) -> None:
+        """End the thread that listens for commands, also if signing off has failed before that."""
+        if self._listens:
+            self.pubsub_thread.stop()
 
     def show_busy(self, busy: bool) -> None:
         """Set the state that `rq info` shows."""
@@ -160,16 +169,23 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
 
     def subscribe(self) -> None:
         """Listen for RQ's commands; as stock RQ does, but with a thread that ends when it is asked to."""
+        if self._listens:
+            return
         self.pubsub = self.connection.pubsub()
         self.pubsub.subscribe(**{self.pubsub_channel_name: self.handle_payload})
         self.pubsub_thread = self.pubsub.run_in_thread(
             sleep_time=0.2, daemon=True, exception_handler=self._pubsub_exception_handler
         )
+        self._listens = True
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: PubSub, pubsub_thread: PubSubWorkerThread) -> None:
         """Whatever happens to the connection, listen on: redis-py subscribes anew when the server is back."""
         logger.warning("listening for commands failed, trying again: %s", exc)
         time.sleep(1.0)
+
+    def _set_ip_address(self, connection: redis.Redis) -> None:
+        """Stock RQ asks the server while it is constructed; `enter` does, and may be called again."""
+        self.ip_address = "unknown"
 
     def _set_connection(self, connection: redis.Redis) -> redis.Redis:
         """Stock RQ raises the socket timeout to minutes; a worker with a lease must notice a dead server sooner."""
@@ -310,7 +326,10 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         return [("HDEL", running.job.key, BLAME_FIELD)] if running.blame else []
 
     def after_commit(self, settled: Sequence[Running]) -> None:
-        """What RQ does once outcomes are stored: let dependents run and free the slots of rate limits."""
+        """What RQ does once outcomes are stored: let dependents run and free the slots of rate limits.
+
+        To be called again for all of them if it raises RedisError.
+        """
         if not settled:
             return
         with self.connection.pipeline(transaction=False) as pipeline:
@@ -323,7 +342,9 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
                     self.queue.enqueue_dependents(running.job)
                 if running.job.has_rate_limit:
                     release_slot(running.job)
-            except Exception:  # RQ raises whatever it finds in the dependents' hashes
+            except Exception as error:  # RQ raises whatever it finds in the dependents' hashes
+                if is_passing(error):
+                    raise
                 logger.exception("what waits for job %s could not be enqueued", running.job_id)
 
     def _record_failure(
@@ -417,11 +438,13 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         Left out: the cleanup of started jobs (it imports callbacks that a job names, and two at once requeue a job
         twice; ours is the takeover) and of the intermediate queue (ours are the claim lists).
         """
+        # What RQ had made ready when its connection broke it never puts on the queue by itself.
+        ReadyJobRegistry(queue=self.queue).cleanup()
         if not self.should_run_maintenance_tasks:
             return
         self.last_cleaned_at = now()
         if self.queue.acquire_maintenance_lock():
-            for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
+            for registry in (FinishedJobRegistry, FailedJobRegistry):
                 registry(queue=self.queue).cleanup()
             clean_worker_registry(self.queue)
             self.queue.release_maintenance_lock()

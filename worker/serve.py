@@ -7,7 +7,7 @@ from pathlib import Path
 
 import redis
 
-from headrace.shared.connection import CONNECT_TIMEOUT_S, connect
+from headrace.shared.connection import connect, open_client, server_error
 from headrace.worker.batch_worker import BatchWorker
 from headrace.worker.loading import Loaded, load
 from headrace.worker.settings import EngineSettings, QueueSettings
@@ -24,13 +24,14 @@ def serve(
     """
     connect(redis_url).close()  # a wrong address should not wait for the model to load
     loaded = load(engine_settings)
-    connection = redis.Redis.from_url(
-        redis_url, socket_connect_timeout=CONNECT_TIMEOUT_S, socket_timeout=_SOCKET_TIMEOUT_S
-    )
+    connection = open_client(redis_url, socket_timeout_s=_SOCKET_TIMEOUT_S)
     with connection, _measuring(loaded, report):
         worker = BatchWorker(connection, loaded.engine, loaded.runner, queue_settings)
         worker.install_signal_handlers()
-        worker.run()
+        try:
+            worker.run()
+        except redis.RedisError as error:
+            raise server_error(redis_url, error) from error
 
 
 def _measuring(loaded: Loaded, report: Path | None) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.shared import keys
+from headrace.shared.connection import as_text
 from headrace.shared.outcome import outcome_commands
 from headrace.shared.schema import ErrorCode, ErrorInfo, Request, Result
 from headrace.worker.checkpoint import encode_checkpoint
@@ -89,6 +90,13 @@ class Settler:
             error=error_of(row),
             metadata=held.request.metadata,
         )
+
+    def is_result(self, held: Held, row: Row, raw: bytes | str | None) -> bool:
+        """True if a stored result is the one that `finished` makes of this row."""
+        try:
+            return raw is not None and self.result(held, row).to_json() == as_text(raw)
+        except Exception:  # there is none, as `finished` may have met before
+            return False
 
     def checkpoint(self, held: Held, token_ids: Sequence[int]) -> FencedWrite:
         """The write that notes how far a running job is."""

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import redis
 import torch
+from faults.namespaces import enter_namespace
 from faults.processes import end_with_parent
 
-from headrace.shared.connection import connect
+from headrace.shared.connection import connect, open_client
 from headrace.worker.batch_worker import BatchWorker
 from headrace.worker.cli import _log_to_stderr
 from headrace.worker.engine.kv_cache import KVCache
@@ -29,12 +29,11 @@ from headrace.worker.loading import load
 from headrace.worker.settings import EngineSettings, QueueSettings
 
 NO_SERVER = 2  # the exit code of a worker that found no server when it began
-_SOCKET_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """What each worker of a soak is started with."""
+    """What each worker of a soak is started with; `namespace` is the network namespace that it lives in."""
 
     url: str
     model: str
@@ -42,6 +41,8 @@ class WorkerPlan:
     lease_s: float
     checkpoint_interval_s: float
     max_crashes: int
+    socket_timeout_s: float = 10.0
+    namespace: str | None = None
 
 
 class CountingModel:
@@ -68,6 +69,8 @@ def sampled_tokens(folder: Path) -> int:
 def run_worker(plan: WorkerPlan, folder: Path, number: int) -> None:
     """Be a worker until told to stop. Its count and its log go to `folder`."""
     end_with_parent()
+    if plan.namespace is not None:
+        enter_namespace(plan.namespace)
     with (folder / f"{number}.log").open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -83,7 +86,7 @@ def run_worker(plan: WorkerPlan, folder: Path, number: int) -> None:
     )
     with (
         _counter(folder / f"{number}.count") as count,
-        redis.Redis.from_url(plan.url, socket_timeout=_SOCKET_TIMEOUT_S) as connection,
+        open_client(plan.url, socket_timeout_s=plan.socket_timeout_s) as connection,
     ):
         loaded.engine._model = CountingModel(loaded.engine._model, count)
         worker = BatchWorker(connection, loaded.engine, loaded.runner, settings)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import redis
 from click.testing import CliRunner, Result
 
-from headrace.producer import embedded, run, worker_process
+from headrace.producer import cli, embedded, run, worker_process
 from headrace.shared.cli import main
 
 QUEUE = "headrace-m"
@@ -302,3 +303,63 @@ def test_chat_sends_prompts_as_messages(invoke: Any, tmp_path: Path) -> None:
     outcome = invoke("submit", "in.txt", "--system", "Be brief.")
     assert (outcome.exit_code, outcome.stderr.count("\n")) == (2, 1)
     assert "--system belongs to --chat" in outcome.stderr
+
+
+def test_the_same_submit_again_sends_only_what_is_missing(
+    invoke: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis_url: str
+) -> None:
+    (tmp_path / "in.txt").write_text("".join(f"p{i}\n" for i in range(1200)))
+    read_lines = cli.read_lines
+    with redis.Redis.from_url(redis_url) as client:
+
+        def until_memory_ends(*arguments: Any) -> Iterator[Any]:
+            for number, line in enumerate(read_lines(*arguments)):
+                if number == 700:
+                    client.config_set("maxmemory", 1)
+                yield line
+
+        monkeypatch.setattr(cli, "PATIENCE_S", 0.2)
+        monkeypatch.setattr(cli, "read_lines", until_memory_ends)
+        try:
+            outcome = invoke("submit", "in.txt", "--batch", "b")
+        finally:
+            client.config_set("maxmemory", 0)
+        assert outcome.exit_code == 2
+        error = outcome.stderr.splitlines()[-1]
+        assert "is out of memory: raise its maxmemory" in error
+        assert "500 jobs of batch b were sent; the same command again sends the rest" in error
+        monkeypatch.setattr(cli, "read_lines", read_lines)
+        (tmp_path / "other.txt").write_text("another\n")
+        for different in (("in.txt", "--max-tokens", 5), ("other.txt",)):
+            assert "there is a batch 'b' already" in invoke("submit", *different, "--batch", "b").stderr
+        outcome = invoke("submit", "in.txt", "--batch", "b")
+        assert outcome.exit_code == 0, outcome.output
+        assert "batch b: 1,200 jobs" in outcome.output
+        assert client.llen(f"rq:queue:{QUEUE}") == 1200
+        job_ids = client.lrange(f"rq:queue:{QUEUE}", 0, -1)
+        assert len(set(job_ids)) == 1200
+        assert client.lrange("headrace:batch:b:jobs", 0, -1) == job_ids
+        assert "there is a batch 'b' already" in invoke("submit", "in.txt", "--batch", "b").stderr
+
+
+def test_what_a_failover_has_lost_of_a_batch_is_sent_by_the_same_submit_again(
+    invoke: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis_url: str
+) -> None:
+    (tmp_path / "in.txt").write_text("".join(f"p{i}\n" for i in range(1200)))
+    read_lines = cli.read_lines
+    with redis.Redis.from_url(redis_url) as client:
+
+        def until_a_failover(*arguments: Any) -> Iterator[Any]:
+            for number, line in enumerate(read_lines(*arguments)):
+                if number == 700:  # 500 have been sent; the new primary is as the old one was before that
+                    client.hset("headrace:batch:b", "total", 0)
+                    client.delete(f"rq:queue:{QUEUE}", "headrace:batch:b:jobs", *client.keys("rq:job:*"))
+                yield line
+
+        monkeypatch.setattr(cli, "read_lines", until_a_failover)
+        outcome = invoke("submit", "in.txt", "--batch", "b")
+        assert outcome.exit_code == 2
+        assert "or a failover has lost a part of it" in outcome.stderr
+        monkeypatch.setattr(cli, "read_lines", read_lines)
+        assert "batch b: 1,200 jobs" in invoke("submit", "in.txt", "--batch", "b").output
+        assert client.llen(f"rq:queue:{QUEUE}") == client.llen("headrace:batch:b:jobs") == 1200

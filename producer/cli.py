@@ -24,6 +24,7 @@ from headrace.producer.tables import progress_table, status_table
 from headrace.producer.writers import open_writer
 from headrace.shared import environment
 from headrace.shared.errors import BatchNotFound, JobNotFound, ResultTimeout
+from headrace.shared.lanes import PRIORITIES
 
 F = TypeVar("F", bound=Callable[..., Any])
 EXIT_FAILED = 1
@@ -40,6 +41,9 @@ _model_option = click.option(
     help="Model: an alias, a folder, a .gguf file or a Hub id.",
 )
 _queue_option = click.option("--queue", envvar=environment.QUEUE, help="RQ queue.  [default: one for the model]")
+_tenant_option = click.option(
+    "--tenant", envvar=environment.TENANT, metavar="NAME", help="Whose jobs they are: tenants share workers fairly."
+)
 _batch_option = click.option("--batch", metavar="NAME", help="Name of the batch.  [default: the time]")
 _format_option = click.option(
     "--format",
@@ -132,6 +136,8 @@ def run(
 @_batch_option
 @_model_option
 @_queue_option
+@_tenant_option
+@click.option("--priority", type=click.Choice(PRIORITIES), help="Who is served first.  [default: normal]")
 @_redis_option
 @_format_option
 @_sampling_options
@@ -140,13 +146,16 @@ def submit(
     batch: str | None,
     model: str,
     queue: str | None,
+    tenant: str | None,
+    priority: str | None,
     redis_url: str | None,
     format: str,
     **defaults: Any,
 ) -> None:
     """Queue all prompts of INPUT as a batch. INPUT is as for `headrace run`."""
     checked = check_defaults(defaults)
-    with readable_twice(input) as path, Producer(redis_url, model=model, queue=queue) as producer:
+    route: dict[str, Any] = {"model": model, "queue": queue, "tenant": tenant, "priority": priority}
+    with readable_twice(input) as path, Producer(redis_url, **route) as producer:
         found = preflight(path, format, checked)
         submission = producer._submission(batch, {}, source=found.source)
         made = producer._submit(read_lines(path, found.format, checked), submission, checked=True)
@@ -184,10 +193,12 @@ def collect(batch: str, output: str, no_wait: bool, timeout: float | None, redis
 @click.command()
 @click.argument("batch", required=False)
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
+@_tenant_option
+@_queue_option
 @_redis_option
-def status(batch: str | None, as_json: bool, redis_url: str | None) -> None:
-    """Show queues, workers and batches, or how far BATCH is."""
-    with Producer(redis_url) as producer:
+def status(batch: str | None, as_json: bool, tenant: str | None, queue: str | None, redis_url: str | None) -> None:
+    """Show queues, workers and batches, or how far BATCH is. With a tenant, what is its own on one queue."""
+    with Producer(redis_url, tenant=tenant, queue=queue) as producer:
         if batch is not None:
             progress = producer.batch(batch).progress()
             shown = asdict(progress) | {"done": progress.done, "finished": progress.finished}
@@ -199,10 +210,11 @@ def status(batch: str | None, as_json: bool, redis_url: str | None) -> None:
 
 @click.command()
 @click.argument("names", nargs=-1, required=True, metavar="BATCH_OR_JOB...")
+@_tenant_option
 @_redis_option
-def cancel(names: tuple[str, ...], redis_url: str | None) -> None:
+def cancel(names: tuple[str, ...], tenant: str | None, redis_url: str | None) -> None:
     """Cancel batches and jobs: what waits ends at once, what runs ends soon, with its text so far."""
-    with Producer(redis_url) as producer:
+    with Producer(redis_url, tenant=tenant) as producer:
         for name in names:
             click.echo(f"{name}: {_cancel_one(producer, name)}")
 

@@ -77,7 +77,7 @@ class Keeper:
         if now >= self._beat_due_s:
             self.beat()
             self._beat_due_s = now + self._beat_s
-        for job_id in self._rq.cancelled():
+        for job_id in self._rq.cancelled(self._courier.in_hand()):
             self._on_cancel(job_id)
 
     def beat(self) -> None:
@@ -94,5 +94,6 @@ class Keeper:
             self._rq_beat_due_s = now + _RQ_BEAT_S
         if now >= self._sweep_due_s:
             self._recovery.take_over_expired()
+            self._rq.announce_lanes()
             self._rq.tidy()
             self._sweep_due_s = now + _EXPIRED_SWEEP_S

@@ -31,7 +31,9 @@ from rq.worker_registration import clean_worker_registry
 from headrace.shared import keys
 from headrace.shared.connection import as_text
 from headrace.shared.job import CANCEL_FIELD
+from headrace.shared.lanes import Lane, lane_of
 from headrace.worker.fence import Command, FencedWrite, Fences, commands_of, execute
+from headrace.worker.lanes import Receipt, arrival, read_receipt
 
 # How long RQ believes in a job without hearing of it: the fallback for when no headrace worker is alive.
 EXECUTION_TTL_S = 90
@@ -40,6 +42,8 @@ BLAME_FIELD = "headrace_blame"  # of these, the last ones in a row in which the 
 _MAINTENANCE_INTERVAL_S = 600
 # What RQ would decode for itself, without a limit, and what nothing here reads.
 _UNREAD_FIELDS = (b"data", b"exc_info", b"result", b"meta", b"webhooks")
+# What reaches beyond a job, and so beyond its tenant.
+_FAR_REACHING_FIELDS = (b"dependency_ids", b"group_id", b"rate_limit_key", b"rate_limit_concurrency")
 # Beyond any use, and far within what EXPIRE and floating-point times can take.
 _MAX_SECONDS = 100 * 365 * 24 * 3600
 _MAX_CRASHES = 1_000_000
@@ -54,13 +58,15 @@ class MalformedJob(Exception):
 @dataclass(frozen=True, kw_only=True)
 class Running:
     """A started job: RQ's job and execution, its call as stored, and how many attempts have failed, `blame` of them
-    since it last got any further."""
+    since it last got any further. `receipt` says what its lane was charged, if it was."""
 
     job: Job
     execution: Execution
     data: bytes
     crashes: int
     blame: int
+    lane: Lane
+    receipt: Receipt | None
 
     @property
     def job_id(self) -> str:
@@ -69,13 +75,17 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True)
 class Claimed:
-    """A claimed job, read from its hash. `cancelled` while another worker ran it, which did not come to act on it."""
+    """A claimed job, read from its hash. `cancelled` while another worker ran it, which did not come to act on it;
+    `moved` from the lane that its hash names to the one where it was found."""
 
     job: Job
     data: bytes
     crashes: int
     blame: int
     cancelled: bool
+    lane: Lane
+    receipt: Receipt | None
+    moved: bool
 
 
 def job_id_of(raw: bytes | str) -> str | None:
@@ -164,15 +174,26 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
 
     # Claiming and starting
 
-    def read(self, job_id: str, fields: Mapping[bytes, bytes]) -> Claimed:
+    @property
+    def plain_lane(self) -> Lane:
+        """The queue itself."""
+        return Lane(self.queue.name)
+
+    def read(
+        self, job_id: str, fields: Mapping[bytes, bytes], receipt: Receipt | None = None, lane: Lane | None = None
+    ) -> Claimed:
         """A job from its hash. Raises MalformedJob if RQ can't make a job of it.
 
-        RQ's job is made without the call: RQ would inflate it without a limit, and has no business with it here.
+        It comes from the lane of its receipt, or `lane`, or the queue, whatever its hash says: who may write to a
+        lane's list has been proved to the server. RQ's job is made without the call: RQ would inflate it without a
+        limit, and has no business with it here.
         """
+        lane = receipt.lane if receipt else lane or self.plain_lane
         try:
             job = Job(job_id, connection=self.connection, serializer=JSONSerializer)
-            job.restore({**fields, **dict.fromkeys(_UNREAD_FIELDS, b"")})
-            job.origin = self.queue.name
+            far_reaching = dict.fromkeys(_FAR_REACHING_FIELDS, b"") if lane.tenant else {}
+            job.restore({**fields, **far_reaching, **dict.fromkeys(_UNREAD_FIELDS, b"")})
+            moved, job.origin = job.origin != lane.name, lane.name
             crashes = int(fields.get(CRASHES_FIELD.encode(), b"0"))
             blame = int(fields.get(BLAME_FIELD.encode(), b"0"))
             for name, value in ((CRASHES_FIELD, crashes), (BLAME_FIELD, blame)):
@@ -185,6 +206,9 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
                 crashes=crashes,
                 blame=blame,
                 cancelled=CANCEL_FIELD.encode() in fields,
+                lane=lane,
+                receipt=receipt,
+                moved=moved,
             )
         except Exception as error:  # RQ raises whatever the field's parser does
             text = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -196,17 +220,27 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         execution = Execution.create(job, EXECUTION_TTL_S, pipeline=record, worker_name=self.name)
         job.prepare_for_execution(self.name, pipeline=record)
         record.persist(job.key)
+        if claimed.moved:
+            record.hset(job.key, "origin", job.origin)
         write = FencedWrite(fence=claims_key, member=job.id, job_key=job.key, commands=commands_of(record))
         return _running(claimed, execution), write
 
-    def reject(self, job_id: str, message: str, claims_key: str, extra: Sequence[Command]) -> FencedWrite:
+    def reject(
+        self, job_id: str, message: str, claims_key: str, extra: Sequence[Command], receipt: Receipt | None = None
+    ) -> FencedWrite:
         """The write that fails a claimed job that never starts: RQ's bookkeeping, then `extra`."""
         job = Job(job_id, connection=self.connection, serializer=JSONSerializer)
-        job.origin = self.queue.name
+        job.origin = (receipt.lane if receipt else self.plain_lane).name
         record = self._fences.record()
         self._record_failure(job, None, JobStatus.FAILED, message, record)
-        commands = [*commands_of(record), *extra]
+        commands = [*commands_of(record), *extra, *(receipt.give_back(job_id, 0) if receipt else ())]
         return FencedWrite(fence=claims_key, member=job_id, job_key=job.key, commands=commands)
+
+    def unclaim(self, job_id: str, claims_key: str, lane: Lane, receipt: Receipt | None) -> tuple[FencedWrite, str]:
+        """The write that gives a claimed job back to the front of its lane, and the lane's key; for Fences.unclaim."""
+        commands = [*arrival(lane), *(receipt.give_back(job_id, 0) if receipt else ())]
+        write = FencedWrite(fence=claims_key, member=job_id, job_key=keys.rq_job(job_id), commands=commands)
+        return write, keys.rq_queue(lane.name)
 
     # Finishing
 
@@ -254,7 +288,7 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             record.hincrby(job.key, CRASHES_FIELD, 1)
             record.hset(job.key, BLAME_FIELD, blame)
         record.lpush(Queue.redis_queue_namespace_prefix + job.origin, job.id)
-        return self._finish_write(running, [*commands_of(record), *extra])
+        return self._finish_write(running, [*commands_of(record), *arrival(running.lane), *extra])
 
     def add(self, running: Running, commands: Sequence[Command]) -> FencedWrite:
         """A write beside a running job, which goes on."""
@@ -265,7 +299,13 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         return [("HDEL", running.job.key, BLAME_FIELD)] if running.blame else []
 
     def after_commit(self, settled: Sequence[Running]) -> None:
-        """What RQ does once outcomes are stored: let dependents run and free the slots of rate limits."""
+        """What RQ does once outcomes are stored: let dependents run and free the slots of rate limits.
+
+        Not for tenants, whose dependents could be other tenants' jobs.
+        """
+        settled = [running for running in settled if running.lane.tenant is None]
+        if not settled:
+            return
         with self.connection.pipeline(transaction=False) as pipeline:
             for running in settled:
                 pipeline.exists(running.job.dependents_key)
@@ -289,7 +329,7 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         record.hdel(job.key, CANCEL_FIELD, CRASHES_FIELD, BLAME_FIELD)
         record.srem(keys.cancels(self.name), job.id)
         # Not FailedJobRegistry.add: it would write the whole hash again, which a malformed job does not have.
-        BaseRegistry.add(FailedJobRegistry(queue=self.queue), job, ttl, record)
+        BaseRegistry.add(FailedJobRegistry(job.origin, connection=self.connection), job, ttl, record)
         outcome = self._outcome(running, ttl, record) if running else {"ttl": ttl, "pipeline": record}
         RqResult.create_failure(job, exc_string=message, **outcome)
         self.increment_failed_job_count(pipeline=record)
@@ -338,20 +378,57 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             if score is None or status != b"started"
         ]
 
-    def cancelled(self) -> list[str]:
-        """Ids of jobs that somebody has asked to cancel while this worker ran them; some may have ended."""
+    def cancelled(self, in_hand: Sequence[Running] = ()) -> list[str]:
+        """Ids of jobs that somebody has asked to cancel while this worker ran them; some may have ended.
+
+        A tenant can't write to a worker's keys: it marks its job, which has to be `in_hand`.
+        """
         raw_ids = self.connection.smembers(keys.cancels(self.name))
-        return [job_id for raw in raw_ids if (job_id := job_id_of(raw)) is not None]
+        asked = [job_id for raw in raw_ids if (job_id := job_id_of(raw)) is not None]
+        of_tenants = [running for running in in_hand if running.lane.tenant is not None]
+        if not of_tenants:
+            return asked
+        with self.connection.pipeline(transaction=False) as pipeline:
+            for running in of_tenants:
+                pipeline.hexists(running.job.key, CANCEL_FIELD)
+            marks = execute(pipeline)
+        return asked + [running.job_id for running, mark in zip(of_tenants, marks, strict=True) if mark == 1]
+
+    def lanes(self) -> list[Lane]:
+        """The queue itself, and those of its lanes that RQ knows."""
+        names = (raw.decode(errors="replace") for raw in self.connection.smembers(keys.RQ_QUEUES))
+        found = (lane_of(name.removeprefix(Queue.redis_queue_namespace_prefix)) for name in names)
+        plain = self.plain_lane
+        return [plain, *(lane for lane in found if lane is not None and lane.queue == plain.queue and lane != plain)]
+
+    def announce_lanes(self) -> None:
+        """Have claims look at the lanes that have jobs: RQ's own tools put some there and tell nobody."""
+        lanes = self.lanes()[1:]
+        with self.connection.pipeline(transaction=False) as pipeline:
+            for lane in lanes:
+                pipeline.llen(keys.rq_queue(lane.name))
+            lengths = execute(pipeline)
+        waiting = [lane.name for lane, length in zip(lanes, lengths, strict=True) if isinstance(length, int) and length]
+        if waiting:
+            self.connection.sadd(keys.arrivals(self.queue.name), *waiting)
 
     def executions_of(self, worker: str) -> list[Running]:
-        """The jobs that another worker has in hand."""
+        """The jobs that another worker has in hand, of whichever queue."""
         members = self.connection.smembers(f"rq:worker:{worker}:executions")
         return self._read_executions([as_text(member) for member in members], worker)
 
     def expired_executions(self) -> list[Running]:
         """The queue's jobs of which RQ has heard nothing for EXECUTION_TTL_S."""
-        expired = self.connection.zrangebyscore(f"rq:wip:{self.queue.name}", 0, datetime.now(UTC).timestamp())
-        return self._read_executions([as_text(member) for member in expired], "")
+        lanes = self.lanes()
+        with self.connection.pipeline(transaction=False) as pipeline:
+            for lane in lanes:
+                pipeline.zrangebyscore(f"rq:wip:{lane.name}", 0, datetime.now(UTC).timestamp())
+            expired = pipeline.execute()
+        return [
+            running
+            for lane, members in zip(lanes, expired, strict=True)
+            for running in self._read_executions([as_text(member) for member in members], "", lane)
+        ]
 
     def forget_worker(self, worker: str) -> None:
         """Remove a dead worker from RQ's registers once its jobs are taken over."""
@@ -359,7 +436,7 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         with self.connection.pipeline() as pipeline:
             pipeline.srem("rq:workers", key)
             pipeline.srem(f"rq:workers:{self.queue.name}", key)
-            pipeline.delete(key, f"{key}:executions")
+            pipeline.delete(key, f"{key}:executions", keys.receipts(worker))
             pipeline.execute()
 
     def tidy(self) -> None:
@@ -374,21 +451,34 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         if self.queue.acquire_maintenance_lock():
             for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
                 registry(queue=self.queue).cleanup()
+            self._tidy_lanes(self.lanes()[1:])
             clean_worker_registry(self.queue)
             self.queue.release_maintenance_lock()
 
-    def _read_executions(self, members: Sequence[str], worker: str) -> list[Running]:
+    def _tidy_lanes(self, lanes: Sequence[Lane]) -> None:
+        """Clean the lanes' registries, and have RQ forget the lanes of which nothing is left. There may be many."""
+        with self.connection.pipeline(transaction=False) as pipeline:
+            for lane in lanes:
+                for registry in ("finished", "failed"):
+                    pipeline.zremrangebyscore(f"rq:{registry}:{lane.name}", 0, datetime.now(UTC).timestamp())
+            execute(pipeline)
+        self._fences.forget_lanes(lanes)
+
+    def _read_executions(self, members: Sequence[str], worker: str, lane: Lane | None = None) -> list[Running]:
+        """Jobs from "job:execution"; without the lane of whose registry they are, their hashes say it, which every
+        write's fence checks."""
         found: list[Running] = []
         for member in members:
             try:
                 job_id, execution_id = parse_composite_key(member)
                 with self.connection.pipeline(transaction=False) as pipeline:
                     pipeline.hgetall(keys.rq_job(job_id))
-                    (fields,) = execute(pipeline)
-                claimed = self.read(job_id, fields)
-                claimed.job.origin = as_text(fields.get(b"origin", b"")) or self.queue.name
-            except (MalformedJob, ValueError):
-                self.connection.zrem(f"rq:wip:{self.queue.name}", member)  # nothing is left to run
+                    pipeline.hget(keys.receipts(worker), job_id)
+                    fields, receipt = execute(pipeline)
+                own = lane or lane_of(as_text(fields.get(b"origin", b""))) or self.plain_lane
+                claimed = self.read(job_id, fields, read_receipt(receipt, worker), own)
+            except (MalformedJob, ValueError, AttributeError):
+                self.connection.zrem(f"rq:wip:{(lane or self.plain_lane).name}", member)  # nothing is left to run
                 continue
             execution = Execution(
                 execution_id, job_id, self.connection, worker_name=worker or claimed.job.worker_name or ""
@@ -399,5 +489,11 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
 
 def _running(claimed: Claimed, execution: Execution) -> Running:
     return Running(
-        job=claimed.job, execution=execution, data=claimed.data, crashes=claimed.crashes, blame=claimed.blame
+        job=claimed.job,
+        execution=execution,
+        data=claimed.data,
+        crashes=claimed.crashes,
+        blame=claimed.blame,
+        lane=claimed.lane,
+        receipt=claimed.receipt,
     )

@@ -77,7 +77,7 @@ def settle(server: Server, claims: Claims, tokens: int) -> None:
 
 @dataclass
 class Model:
-    """The rules of headrace.worker.lanes, in the plainest way: every lane that ever was, looked through at each claim."""
+    """The rules of headrace.worker.lanes, in the plainest way: each claim looks through every lane there ever was."""
 
     jobs: dict[Lane, deque[str]] = field(default_factory=dict)
     time: dict[Lane, int] = field(default_factory=dict)
@@ -131,9 +131,9 @@ class Model:
         self.seen.setdefault(lane, []).append(tokens)
 
 
-lanes = st.builds(
-    Lane, st.just(QUEUE), st.sampled_from(PRIORITIES), st.sampled_from(["a", "b", "c", "d"])
-) | st.builds(Lane, st.just(QUEUE), st.sampled_from(["high", "low"]))
+lanes = st.builds(Lane, st.just(QUEUE), st.sampled_from(PRIORITIES), st.sampled_from(["a", "b", "c", "d"])) | st.builds(
+    Lane, st.just(QUEUE), st.sampled_from(["high", "low"])
+)
 actions = st.lists(
     st.tuples(st.just("push"), lanes, st.integers(1, 4))
     | st.tuples(st.just("claim"), st.integers(1, 5))
@@ -319,8 +319,17 @@ def test_a_flood_of_such_entries_is_dropped_a_part_at_a_time(server: Server) -> 
 
 @pytest.mark.parametrize(
     "name",
-    ["other~high", f"{QUEUE}~normal", f"{QUEUE}~urgent", f"{QUEUE}~high~a~b", f"{QUEUE}~high~", f"{QUEUE}~low~a-b"]
-    + [f"{QUEUE}~high~{'a' * 65}", QUEUE + "x~high", b"\xff\x00"],
+    [
+        "other~high",
+        f"{QUEUE}x~high",
+        f"{QUEUE}~normal",
+        f"{QUEUE}~urgent",
+        f"{QUEUE}~high~a~b",
+        f"{QUEUE}~high~",
+        f"{QUEUE}~low~a-b",
+        f"{QUEUE}~high~{'a' * 65}",
+        b"\xff\x00",
+    ],
 )
 def test_a_name_that_is_no_lane_of_the_queue_is_ignored(server: Server, name: str | bytes) -> None:
     server.client.rpush("rq:queue:" + name if isinstance(name, str) else b"rq:queue:" + name, "a-1")

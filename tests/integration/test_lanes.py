@@ -55,12 +55,12 @@ def test_a_tenant_with_thousands_of_jobs_delays_one_with_ten_by_no_more_than_its
 
 def test_tenants_share_by_tokens_and_not_by_jobs(client: redis.Redis) -> None:
     with producer_for(client) as producer:
-        jobs = {"short": 400, "long": 100}
+        jobs = {"short": 200, "long": 50}
         for tenant, max_tokens in (("short", 9), ("long", 49)):
             items = [{"prompt": "a", "max_tokens": max_tokens}] * jobs[tenant]
             producer.submit_many(items, batch=f"{tenant}.b", tenant=tenant)
         with running_worker(client) as running:
-            wait_until(lambda: producer.batch("short.b").progress().done >= 200, "half of the short jobs to end")
+            wait_until(lambda: producer.batch("short.b").progress().done >= 100, "half of the short jobs to end")
             running.model.gate.clear()
             tokens = {
                 tenant: progress.prompt_tokens + progress.completion_tokens

@@ -63,7 +63,7 @@ def test_a_tenants_jobs_and_batches_bear_its_name() -> None:
     check_batch_of("acme", None)
     check_batch_of(None, "acme.b")
     for batch in ("b", "bob.b", "acme", "acme2.b", ".acme."):
-        with pytest.raises(InvalidRequest, match="must begin with 'acme.'"):
+        with pytest.raises(InvalidRequest, match=r"must begin with 'acme\.'"):
             check_batch_of("acme", batch)
 
 

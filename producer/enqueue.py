@@ -10,7 +10,7 @@ from headrace.producer.steps import Command, Word
 from headrace.shared import keys
 from headrace.shared.errors import InvalidRequest, SettingsError
 from headrace.shared.job import job_hash, new_job_id
-from headrace.shared.lanes import Lane, batch_prefix, lane_of
+from headrace.shared.lanes import batch_prefix, lane_name, lane_of
 from headrace.shared.outcome import outcome_commands
 from headrace.shared.schema import ErrorCode, ErrorInfo, Request, Result
 
@@ -62,7 +62,7 @@ class Entry:
 def entry_for(request: Request, *, queue: str, batch: str | None) -> Entry:
     """A request as a job in its lane of `queue`."""
     job_id = new_job_id(batch, request.id, request.tenant)
-    lane = Lane(queue, request.priority, request.tenant).name
+    lane = lane_name(queue, request.priority, request.tenant)
     return Entry(job_id=job_id, queue=lane, fields=job_hash(request, queue=lane, batch=batch))
 
 

@@ -22,6 +22,13 @@ _TENANT = re.compile(TENANT_PATTERN)
 _NAME = re.compile(r"([^~]+)(?:~(high|normal|low)(?:~([A-Za-z0-9_]{1,64}))?)?")
 
 
+def lane_name(queue: str, priority: str, tenant: str | None) -> str:
+    """The RQ queue that a lane is."""
+    if tenant is not None:
+        return MARK.join((queue, priority, tenant))
+    return queue if priority == DEFAULT_PRIORITY else MARK.join((queue, priority))
+
+
 @dataclass(frozen=True)
 class Lane:
     """Where a job waits: the model's queue, its priority and whose it is."""
@@ -33,9 +40,7 @@ class Lane:
     @property
     def name(self) -> str:
         """The RQ queue that it is."""
-        if self.tenant is not None:
-            return MARK.join((self.queue, self.priority, self.tenant))
-        return self.queue if self.priority == DEFAULT_PRIORITY else MARK.join((self.queue, self.priority))
+        return lane_name(self.queue, self.priority, self.tenant)
 
 
 def lane_of(name: str) -> Lane | None:

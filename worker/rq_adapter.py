@@ -125,6 +125,7 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         self._on_stop = on_stop
         self._on_shutdown = on_shutdown
         self.queue: Queue = self.queues[0]
+        self.plain_lane = Lane(queue)  # the queue itself
 
     # Registration
 
@@ -173,11 +174,6 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         return connection
 
     # Claiming and starting
-
-    @property
-    def plain_lane(self) -> Lane:
-        """The queue itself."""
-        return Lane(self.queue.name)
 
     def read(
         self, job_id: str, fields: Mapping[bytes, bytes], receipt: Receipt | None = None, lane: Lane | None = None

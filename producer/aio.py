@@ -41,12 +41,14 @@ class AsyncProducer:
         model: str | None = None,
         queue: str | None = None,
         result_ttl_s: int | None = None,
+        tenant: str | None = None,
+        priority: str | None = None,
         connection: redis.asyncio.Redis | None = None,
         patience_s: float = DEFAULT_PATIENCE_S,
     ) -> None:
         self._patience_s = patience_s
         self._has_answered = connection is not None  # a wrong address should be noticed at once
-        self._settings = settings.resolve(url, model, queue, result_ttl_s)
+        self._settings = settings.resolve(url, model, queue, result_ttl_s, tenant, priority)
         self._owned = connection is None
         self._where = self._settings.url if connection is None else describe(connection)
         self._redis = connect_async(self._settings.url) if connection is None else connection
@@ -70,7 +72,7 @@ class AsyncProducer:
     ) -> AsyncBatch:
         """As Producer.submit_many; the items may come from an asynchronous iterator."""
         submission = Submission(
-            batch or settings.new_batch_name(),
+            batch or settings.new_batch_name(defaults.get("tenant") or self._settings.route.tenant),
             route=self._settings.route,
             defaults=defaults,
             ttl_s=self._settings.result_ttl_s,
@@ -101,7 +103,7 @@ class AsyncProducer:
 
     async def status(self) -> ServerStatus:
         """The queues, workers and batches on the server."""
-        return await self._run(server_status())
+        return await self._run(server_status(self._settings.route))
 
     async def close(self) -> None:
         """Close the connections, unless they are the caller's."""
@@ -167,7 +169,7 @@ class AsyncJob:
 
     async def cancel(self) -> bool:
         """As Job.cancel."""
-        return await self._producer._run(cancel_job(self.id, self._producer._settings.result_ttl_s))
+        return await self._producer._run(cancel_job(self.id, self._producer._settings))
 
 
 class AsyncBatch:
@@ -201,7 +203,7 @@ class AsyncBatch:
 
     async def cancel(self) -> int:
         """As Batch.cancel."""
-        return await self._producer._run(cancel_batch(self.name, self._producer._settings.result_ttl_s))
+        return await self._producer._run(cancel_batch(self.name, self._producer._settings))
 
     async def retry(self, *codes: str) -> Retried:
         """As Batch.retry."""

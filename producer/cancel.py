@@ -1,7 +1,8 @@
 """Cancelling: a waiting job gets its result at once; a running one is stopped by its worker, which keeps its text.
 
 The worker is told by RQ's pub/sub, which is fast and may get lost, and by a set that it looks at every second. A mark
-in the job's hash tells whichever worker comes next, should this one die before it has acted.
+in the job's hash tells whichever worker comes next, should this one die before it has acted. A tenant, which must not
+write to workers' keys, sets the mark alone: workers look at those of tenants' jobs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from headrace.producer.jobs import not_found_text
+from headrace.producer.settings import ProducerSettings
 from headrace.producer.steps import Call, Command, Steps, text
 from headrace.shared import keys
 from headrace.shared.errors import BatchNotFound, InvalidRequest, JobNotFound
@@ -27,16 +29,18 @@ _RQ_STOPPED = 3  # rq.results.Result.Type.STOPPED
 # Replies {status before, worker}. A queued job is settled here and now; its id may stay in the middle of a long queue,
 # because looking for it there would hold the server up. Workers drop an id whose status is not `queued`. A running job
 # is marked for its worker.
-# KEYS: job, RQ's results. ARGV: id, TTL, RQ's TTL, now, type of RQ's entry, then headrace.shared.outcome's commands,
-# each as its length and its words.
+# KEYS: job, RQ's results. ARGV: id, TTL, RQ's TTL, now, type of RQ's entry, 1 to set the mark alone, then
+# headrace.shared.outcome's commands, each as its length and its words.
 _CANCEL = """
 local status = redis.call('HGET', KEYS[1], 'status')
 if not status then return {'missing', ''} end
 if status == 'started' then
   local worker = redis.call('HGET', KEYS[1], 'worker_name') or ''
   redis.call('HSET', KEYS[1], 'MARK', 1)
-  redis.call('SADD', 'CANCELS' .. worker, ARGV[1])
-  redis.call('EXPIRE', 'CANCELS' .. worker, 3600)
+  if ARGV[6] ~= '1' then
+    redis.call('SADD', 'CANCELS' .. worker, ARGV[1])
+    redis.call('EXPIRE', 'CANCELS' .. worker, 3600)
+  end
   return {status, worker}
 end
 if status ~= 'queued' then return {status, ''} end
@@ -54,7 +58,7 @@ redis.call('ZADD', cancelled, now, id)
 redis.call('ZREMRANGEBYSCORE', cancelled, '-inf', now - tonumber(ttl))
 redis.call('XADD', KEYS[2], '*', 'type', ARGV[5], 'worker_name', '')
 redis.call('EXPIRE', KEYS[2], ARGV[3])
-local at = 6
+local at = 7
 while at <= #ARGV do
   local words = tonumber(ARGV[at])
   redis.call(unpack(ARGV, at + 1, at + words))
@@ -65,19 +69,23 @@ return {'queued', ''}
 _CANCEL_SHA = hashlib.sha1(_CANCEL.encode(), usedforsecurity=False).hexdigest()
 
 
-def cancel_job(job_id: str, ttl_s: int) -> Steps[bool]:
-    """Cancel a job. True if it was waiting or running, False if it had ended. Raises JobNotFound."""
+def cancel_job(job_id: str, settings: ProducerSettings) -> Steps[bool]:
+    """Cancel a job. True if it was waiting or running, False if it had ended. Raises JobNotFound.
+
+    For a producer with a tenant, only keys that are the job's own are written to.
+    """
     data, result = yield Call([("HGET", keys.rq_job(job_id), "data"), ("GET", keys.result(job_id))])
     if data is None:
         if result is None:
             raise JobNotFound(not_found_text(job_id))
         return False
-    return (yield from _cancel_all({job_id: data}, ttl_s)) == 1
+    return (yield from _cancel_all({job_id: data}, settings)) == 1
 
 
-def cancel_batch(name: str, ttl_s: int) -> Steps[int]:
+def cancel_batch(name: str, settings: ProducerSettings) -> Steps[int]:
     """Cancel what of the batch has not ended; returns how many jobs that were. Raises BatchNotFound.
 
+    For a producer with a tenant, only keys that are the jobs' and the batch's own are written to.
     A batch that is still being submitted ends there.
     """
     key = keys.batch(name)
@@ -97,28 +105,29 @@ def cancel_batch(name: str, ttl_s: int) -> Steps[int]:
             for job_id, (status, data) in zip(job_ids, found, strict=True)
             if text(status) in {"queued", "started"}
         }
-        cancelled += yield from _cancel_all(live, ttl_s)
+        cancelled += yield from _cancel_all(live, settings)
         start += len(job_ids)
 
 
-def _cancel_all(jobs: Mapping[str, bytes], ttl_s: int) -> Steps[int]:
+def _cancel_all(jobs: Mapping[str, bytes], settings: ProducerSettings) -> Steps[int]:
     """Cancel jobs given as their data; returns how many were waiting or running."""
     if not jobs:
         return 0
-    scripts = [_script_call(job_id, data, ttl_s) for job_id, data in jobs.items()]
+    scripts = [_script_call(job_id, data, settings) for job_id, data in jobs.items()]
     _, *replies = yield Call([("SCRIPT LOAD", _CANCEL), *scripts])
     before = {job_id: [text(word) for word in reply] for job_id, reply in zip(jobs, replies, strict=True)}
-    stops = [_stop(worker, job_id) for job_id, (status, worker) in before.items() if status == "started" and worker]
-    if stops:
-        yield Call(stops)
-    return len(stops) + sum(status == "queued" for status, _ in before.values())
+    running = [(worker, job_id) for job_id, (status, worker) in before.items() if status == "started" and worker]
+    if running and settings.route.tenant is None:
+        yield Call([_stop(worker, job_id) for worker, job_id in running])
+    return len(running) + sum(status == "queued" for status, _ in before.values())
 
 
-def _script_call(job_id: str, data: bytes, ttl_s: int) -> Command:
+def _script_call(job_id: str, data: bytes, settings: ProducerSettings) -> Command:
+    ttl_s, mark_alone = settings.result_ttl_s, int(settings.route.tenant is not None)
     outcome = outcome_commands(_cancelled_result(job_id, _payload(data)), ttl_s)
     words = [word for command in outcome for word in (len(command), *command)]
-    settings = (job_id, ttl_s, RQ_RESULT_TTL_S, int(time.time()), _RQ_STOPPED)
-    return ("EVALSHA", _CANCEL_SHA, 2, keys.rq_job(job_id), keys.rq_results(job_id), *settings, *words)
+    values = (job_id, ttl_s, RQ_RESULT_TTL_S, int(time.time()), _RQ_STOPPED, mark_alone)
+    return ("EVALSHA", _CANCEL_SHA, 2, keys.rq_job(job_id), keys.rq_results(job_id), *values, *words)
 
 
 def _payload(data: bytes) -> Payload:

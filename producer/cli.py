@@ -24,7 +24,16 @@ from headrace.producer.submission import Submission
 from headrace.producer.tables import progress_table, status_table
 from headrace.producer.writers import open_writer
 from headrace.shared.errors import BatchNotFound, JobNotFound, ResultTimeout, ServerUnavailable, SettingsError
-from headrace.shared.options import EngineOptions, engine_options, model_option, queue_option, redis_option, together
+from headrace.shared.lanes import PRIORITIES
+from headrace.shared.options import (
+    EngineOptions,
+    engine_options,
+    model_option,
+    queue_option,
+    redis_option,
+    tenant_option,
+    together,
+)
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -132,6 +141,8 @@ def run(
 @_batch_option
 @model_option
 @queue_option
+@tenant_option
+@click.option("--priority", type=click.Choice(PRIORITIES), help="Who is served first.  [default: normal]")
 @redis_option()
 @_format_option
 @_chat_options
@@ -141,6 +152,8 @@ def submit(
     batch: str | None,
     model: str,
     queue: str | None,
+    tenant: str | None,
+    priority: str | None,
     redis_url: str | None,
     format: str,
     chat: bool,
@@ -154,11 +167,9 @@ def submit(
     """
     checked = check_defaults(defaults)
     as_chat = _chat(chat, system)
-    given = {"format": format, "model": model, "queue": queue, "chat": chat, "system": system, **checked}
-    with (
-        readable_twice(input) as path,
-        Producer(redis_url, model=model, queue=queue, patience_s=PATIENCE_S) as producer,
-    ):
+    route: dict[str, Any] = {"model": model, "queue": queue, "tenant": tenant, "priority": priority}
+    given = {"format": format, "chat": chat, "system": system, **route, **checked}
+    with readable_twice(input) as path, Producer(redis_url, **route, patience_s=PATIENCE_S) as producer:
         found = preflight(path, format, checked, as_chat)
         mark = fingerprint(path, given) if batch else None
         submission = producer._submission(batch, {}, source=found.source, fingerprint=mark)
@@ -208,10 +219,12 @@ def collect(batch: str, output: str, no_wait: bool, timeout: float | None, redis
 @click.command()
 @click.argument("batch", required=False)
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
+@tenant_option
+@queue_option
 @redis_option()
-def status(batch: str | None, as_json: bool, redis_url: str | None) -> None:
-    """Show queues, workers and batches, or how far BATCH is."""
-    with Producer(redis_url, patience_s=PATIENCE_S) as producer:
+def status(batch: str | None, as_json: bool, tenant: str | None, queue: str | None, redis_url: str | None) -> None:
+    """Show queues, workers and batches, or how far BATCH is. With a tenant, what is its own on one queue."""
+    with Producer(redis_url, tenant=tenant, queue=queue, patience_s=PATIENCE_S) as producer:
         if batch is not None:
             progress = producer.batch(batch).progress()
             shown = asdict(progress) | {"done": progress.done, "finished": progress.finished}
@@ -223,10 +236,11 @@ def status(batch: str | None, as_json: bool, redis_url: str | None) -> None:
 
 @click.command(short_help="Cancel batches and jobs.")
 @click.argument("names", nargs=-1, required=True, metavar="BATCH_OR_JOB...")
+@tenant_option
 @redis_option()
-def cancel(names: tuple[str, ...], redis_url: str | None) -> None:
+def cancel(names: tuple[str, ...], tenant: str | None, redis_url: str | None) -> None:
     """Cancel batches and jobs: what waits ends at once, what runs ends soon, with its text so far."""
-    with Producer(redis_url, patience_s=PATIENCE_S) as producer:
+    with Producer(redis_url, tenant=tenant, patience_s=PATIENCE_S) as producer:
         for name in names:
             click.echo(f"{name}: {_cancel_one(producer, name)}")
 

@@ -30,8 +30,10 @@ class Producer:
     """Submits jobs to Redis and reads their results. Threads may share one; use it as a context manager or close it.
 
     `url`, `model`, `queue` and `result_ttl_s` default to HEADRACE_REDIS_URL, HEADRACE_MODEL, HEADRACE_QUEUE and
-    HEADRACE_RESULT_TTL. Without a queue, each request goes to the queue of its model. `connection` is a client of the
-    caller's own, which stays open. Raises SettingsError, ServerUnavailable.
+    HEADRACE_RESULT_TTL. Without a queue, each request goes to the queue of its model. `tenant` (HEADRACE_TENANT) and
+    `priority` ("high", "normal", "low") are those of requests that name none; with a tenant, batches' names begin with
+    it and a dot, and `status` and `cancel` use its keys alone. `connection` is a client of the caller's own, which
+    stays open. Raises SettingsError, ServerUnavailable.
 
     A method waits up to `patience_s` for a server that is away, failing over or out of memory, also beyond its own
     timeout; nothing is done twice for it. It raises ServerUnavailable after that.
@@ -44,11 +46,13 @@ class Producer:
         model: str | None = None,
         queue: str | None = None,
         result_ttl_s: int | None = None,
+        tenant: str | None = None,
+        priority: str | None = None,
         connection: redis.Redis | None = None,
         patience_s: float = DEFAULT_PATIENCE_S,
     ) -> None:
         self._patience_s = patience_s
-        self._settings = settings.resolve(url, model, queue, result_ttl_s)
+        self._settings = settings.resolve(url, model, queue, result_ttl_s, tenant, priority)
         self._owned = connection is None
         self._where = self._settings.url if connection is None else describe(connection)
         self._redis = connect(self._settings.url) if connection is None else connection
@@ -84,7 +88,7 @@ class Producer:
 
     def status(self) -> ServerStatus:
         """The queues, workers and batches on the server."""
-        return self._run(server_status())
+        return self._run(server_status(self._settings.route))
 
     def close(self) -> None:
         """Close the connections, unless they are the caller's."""
@@ -109,7 +113,7 @@ class Producer:
         fingerprint: str | None = None,
     ) -> Submission:
         return Submission(
-            batch or settings.new_batch_name(),
+            batch or settings.new_batch_name(defaults.get("tenant") or self._settings.route.tenant),
             route=self._settings.route,
             defaults=defaults,
             ttl_s=self._settings.result_ttl_s,
@@ -169,7 +173,7 @@ class Job:
 
         False if it had ended before. Raises JobNotFound.
         """
-        return self._producer._run(cancel_job(self.id, self._producer._settings.result_ttl_s))
+        return self._producer._run(cancel_job(self.id, self._producer._settings))
 
 
 class Batch:
@@ -206,7 +210,7 @@ class Batch:
 
     def cancel(self) -> int:
         """Cancel what has not ended; returns how many jobs that were. Raises BatchNotFound."""
-        return self._producer._run(cancel_batch(self.name, self._producer._settings.result_ttl_s))
+        return self._producer._run(cancel_batch(self.name, self._producer._settings))
 
     def retry(self, *codes: str) -> Retried:
         """Queue the failed jobs once more: those with one of these error codes, or all but the cancelled ones.

@@ -10,6 +10,7 @@ from headrace.producer.steps import Command, Word
 from headrace.shared import keys
 from headrace.shared.errors import InvalidRequest, SettingsError
 from headrace.shared.job import job_hash, new_job_id
+from headrace.shared.lanes import batch_prefix, lane_name, lane_of
 from headrace.shared.outcome import outcome_commands
 from headrace.shared.schema import ErrorCode, ErrorInfo, Request, Result
 
@@ -47,7 +48,7 @@ class Entry:
     """One job to send: the hash to queue, or, for a request that was refused, its result."""
 
     job_id: str
-    queue: str
+    queue: str  # the RQ queue: a lane's name
     fields: dict[str, str | bytes | int] | None = None
     rejected: Result | None = None
 
@@ -59,50 +60,55 @@ class Entry:
 
 
 def entry_for(request: Request, *, queue: str, batch: str | None) -> Entry:
-    """A request as a job on `queue`."""
-    job_id = new_job_id(batch, request.id)
-    return Entry(job_id=job_id, queue=queue, fields=job_hash(request, queue=queue, batch=batch))
+    """A request as a job in its lane of `queue`."""
+    job_id = new_job_id(batch, request.id, request.tenant)
+    lane = lane_name(queue, request.priority, request.tenant)
+    return Entry(job_id=job_id, queue=lane, fields=job_hash(request, queue=lane, batch=batch))
 
 
-def entry_rejected(error: InvalidRequest, *, request_id: str, queue: str, batch: str) -> Entry:
+def entry_rejected(
+    error: InvalidRequest, *, request_id: str, queue: str, batch: str, tenant: str | None = None
+) -> Entry:
     """A refused item of a batch: it has its result at once and is never queued."""
-    job_id = new_job_id(batch, request_id)
+    job_id = new_job_id(batch, request_id, tenant)
     info = ErrorInfo(code=ErrorCode.INVALID_REQUEST, message=str(error), param=error.param)
     return Entry(job_id=job_id, queue=queue, rejected=Result(id=request_id, job_id=job_id, batch=batch, error=info))
 
 
-def check_batch_name(name: str) -> str:
-    """The name, if it is fit for a key. Raises SettingsError."""
+def check_batch_name(name: str, tenant: str | None = None) -> str:
+    """The name, if it is fit for a key, and for its tenant. Raises SettingsError."""
     if not keys.is_batch_name(name):
         raise SettingsError(f"batch name {name[:140]!r}: {keys.BATCH_NAME_RULE}")
+    prefix = batch_prefix(tenant)
+    if not name.startswith(prefix):
+        raise SettingsError(
+            f"batch name {name!r}: with the tenant {tenant!r} it must begin with {prefix!r}, "
+            f"so that the server can tell whose it is; use {prefix + name!r}"
+        )
     return name
 
 
 def create_batch(
-    name: str, *, created_at: datetime, queue: str, model: str, source: str, ttl_s: int, fingerprint: str | None = None
+    name: str,
+    *,
+    created_at: datetime,
+    queue: str,
+    model: str,
+    source: str,
+    ttl_s: int,
+    tenant: str | None = None,
+    fingerprint: str | None = None,
 ) -> Command:
     """The command that makes a batch. It replies APPLIED, or with the created_at of the batch that is there."""
     counts = ("total", 0, "completed", 0, "failed", 0, "cancelled", 0, "prompt_tokens", 0, "completion_tokens", 0)
-    about: tuple[Word, ...] = (
-        "queue",
-        queue,
-        "model",
-        model,
-        "source",
-        source,
-        "submitted",
-        0,
-        "created_at",
-        created_at.isoformat(),
-    )
-    if fingerprint is not None:
-        about += ("fingerprint", fingerprint)
+    about = ("queue", queue, "model", model, "source", source, "submitted", 0, "created_at", created_at.isoformat())
+    mark = () if fingerprint is None else ("fingerprint", fingerprint)
     key = keys.batch(name)
     commands: list[Command] = [
-        ("HSET", key, *counts, *about),
+        ("HSET", key, *counts, *about, *mark),
         ("EXPIRE", key, ttl_s),
-        ("ZADD", keys.BATCHES, created_at.timestamp(), name),
-        ("ZREMRANGEBYRANK", keys.BATCHES, 0, -MAX_BATCHES_LISTED - 1),
+        ("ZADD", keys.batches(tenant), created_at.timestamp(), name),
+        ("ZREMRANGEBYRANK", keys.batches(tenant), 0, -MAX_BATCHES_LISTED - 1),
     ]
     return fenced(key, "created_at", "", commands)
 
@@ -149,6 +155,9 @@ def _queue_commands(entries: Sequence[Entry]) -> list[Command]:
     for queue, job_ids in by_queue.items():
         commands.append(("SADD", keys.RQ_QUEUES, keys.rq_queue(queue)))
         commands.append(("RPUSH", keys.rq_queue(queue), *job_ids))
+        lane = lane_of(queue)
+        if lane is not None and lane.queue != queue:
+            commands.append(("SADD", keys.arrivals(lane.queue), queue))
     return commands
 
 

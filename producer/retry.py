@@ -39,6 +39,8 @@ if #redis.call('XRANGE', KEYS[5], ARGV[2], ARGV[2]) == 0 then return 'moved' end
 local queue = 'rq:queue:' .. job[2]
 redis.call('RPUSH', queue, ARGV[1])
 redis.call('SADD', 'rq:queues', queue)
+local served_by = string.match(job[2], '^(.-)~')  -- a lane
+if served_by then redis.call('SADD', 'headrace:arrivals:' .. served_by, job[2]) end
 redis.call('ZREM', 'rq:failed:' .. job[2], ARGV[1])
 redis.call('ZREM', 'rq:canceled:' .. job[2], ARGV[1])
 redis.call('XDEL', KEYS[5], ARGV[2])

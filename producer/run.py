@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from headrace.producer.worker_process import WorkerProcess, require_worker
 from headrace.producer.writers import ResultWriter, open_writer
 from headrace.shared import keys
 from headrace.shared.errors import HeadraceError, InputError
+from headrace.shared.lanes import PRIORITIES, Lane
 from headrace.shared.options import EngineOptions
 
 # Jobs on the server that have no result yet: enough to keep any worker busy, few enough for flat memory.
@@ -64,11 +65,12 @@ def run_file(options: RunOptions) -> tuple[Tally, ResultWriter]:
         queue = options.queue or keys.queue_name(options.engine.model)
         patience_s = PATIENCE_S if options.redis_url else _EMBEDDED_PATIENCE_S
         producer = stack.enter_context(Producer(url, model=options.engine.model, queue=queue, patience_s=patience_s))
-        name = options.batch or new_batch_name()
+        name = options.batch or new_batch_name(producer._settings.route.tenant)
         feeder = Feeder(producer, name, path, found, defaults, listed=options.redis_url is not None)
         worker = stack.enter_context(WorkerProcess(url, ["--queue", queue, *options.engine.words()]))
         stack.enter_context(feeder)
-        forget = None if options.redis_url else queue
+        own_lanes = [Lane(queue, priority, producer._settings.route.tenant).name for priority in PRIORITIES]
+        forget = [] if options.redis_url else own_lanes
         tally = Tally(live=True)
         try:
             _collect(Collector(name), feeder, worker, writer, tally, forget)
@@ -87,17 +89,17 @@ def _collect(
     worker: WorkerProcess,
     writer: ResultWriter,
     tally: Tally,
-    forget: str | None,
+    forget: Sequence[str],
 ) -> None:
-    """Write results until the batch ends. `forget` names the queue of a server that is ours alone to tidy."""
+    """Write results until the batch ends. `forget` names the queues of a server that is ours alone to tidy."""
     with ProgressBar(feeder.num_jobs, tally) as bar:
         while not collector.finished:
             results = feeder.producer._run(collector.take(_POLL_S))
             writer.write(results)
             tally.add(results)
             bar.show()
-            if forget is not None:
-                feeder.producer._run(collector.forget(results, [forget]))
+            if forget:
+                feeder.producer._run(collector.forget(results, forget))
             feeder.release(len(results))
             if not collector.finished:
                 feeder.check()

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from headrace.producer import steps
 from headrace.producer.batches import Progress, progress_of
 from headrace.producer.steps import Call, Steps, text
+from headrace.producer.submission import Route
 from headrace.shared import keys
+from headrace.shared.lanes import PRIORITIES, Lane
 
 _WORKERS = "rq:workers"
+_REGISTRIES = ("wip", "finished", "failed", "canceled")
 _SHOWN_BATCHES = 100
 
 
@@ -56,23 +59,41 @@ class ServerStatus:
     batches: list[BatchStatus]
 
 
-def server_status() -> Steps[ServerStatus]:
-    """Read the server's state."""
+def server_status(route: Route) -> Steps[ServerStatus]:
+    """Read the server's state; for a producer with a tenant what is this tenant's: its lanes of its queue, its batches.
+
+    Lanes are shown as the queues that they are.
+    """
+    if (tenant := route.tenant) is not None:
+        lanes = [Lane(route.queue_for(None), priority, tenant).name for priority in PRIORITIES]
+        (names,) = yield Call([("ZREVRANGE", keys.batches(tenant), 0, _SHOWN_BATCHES - 1)])
+        queues = yield from _queues(lanes)
+        batches = yield from _batches([text(name) for name in names], keys.batches(tenant))
+        return ServerStatus(queues=queues, workers=[], batches=batches)
     queue_keys, worker_keys, names = yield Call(
         [("SMEMBERS", keys.RQ_QUEUES), ("SMEMBERS", _WORKERS), ("ZREVRANGE", keys.BATCHES, 0, _SHOWN_BATCHES - 1)]
     )
     queues = yield from _queues(sorted(text(key).removeprefix("rq:queue:") for key in queue_keys))
     workers = yield from _workers(sorted(text(key) for key in worker_keys))
-    batches = yield from _batches([text(name) for name in names])
+    batches = yield from _batches([text(name) for name in names], keys.BATCHES)
     return ServerStatus(queues=queues, workers=workers, batches=batches)
 
 
 def _queues(names: list[str]) -> Steps[list[QueueStatus]]:
+    if not names:
+        return []
+    commands = [
+        command
+        for name in names
+        for command in (
+            ("LLEN", keys.rq_queue(name)),
+            *(("ZCARD", f"rq:{registry}:{name}") for registry in _REGISTRIES),
+        )
+    ]
+    counts = iter((yield Call(commands)))
     found = []
-    for name in names:
-        registries = [("ZCARD", f"rq:{registry}:{name}") for registry in ("wip", "finished", "failed", "canceled")]
-        counts = yield Call([("LLEN", keys.rq_queue(name)), *registries])
-        waiting, running, finished, failed, cancelled = (int(count) for count in counts)
+    for name, *of_queue in zip(names, *[counts] * (1 + len(_REGISTRIES)), strict=True):
+        waiting, running, finished, failed, cancelled = (int(count) for count in of_queue)
         status = QueueStatus(
             name=name, waiting=waiting, running=running, finished=finished, failed=failed, cancelled=cancelled
         )
@@ -101,7 +122,7 @@ def _workers(worker_keys: list[str]) -> Steps[list[WorkerStatus]]:
     return found
 
 
-def _batches(names: list[str]) -> Steps[list[BatchStatus]]:
+def _batches(names: list[str], listed_in: str) -> Steps[list[BatchStatus]]:
     if not names:
         return []
     replies = yield Call([("HGETALL", keys.batch(name)) for name in names])
@@ -116,7 +137,7 @@ def _batches(names: list[str]) -> Steps[list[BatchStatus]]:
         )
         found.append(status)
     if expired:
-        yield Call([("ZREM", keys.BATCHES, *expired)])
+        yield Call([("ZREM", listed_in, *expired)])
     return found
 
 

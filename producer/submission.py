@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from headrace.producer import enqueue
 from headrace.producer.duplicates import IdIndex, duplicate_text, refuse_duplicates
 from headrace.producer.enqueue import Entry
-from headrace.producer.lines import Defaults, check_defaults, explicit_id, line_from_item
+from headrace.producer.lines import Defaults, Line, check_defaults, explicit_id, line_from_item
 from headrace.producer.steps import Call, Steps, text
 from headrace.shared import keys
-from headrace.shared.errors import BatchExists, BatchNotFound, DuplicateIds
+from headrace.shared.errors import BatchExists, BatchNotFound, DuplicateIds, InvalidRequest
+from headrace.shared.lanes import DEFAULT_PRIORITY, Priority
+from headrace.shared.schema import Request
 
 CHUNK_JOBS = 500
 CHUNK_BYTES = 4 * 2**20
@@ -20,14 +23,38 @@ CHUNK_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Route:
-    """Where requests go: an explicit queue takes all; without one, each goes to the queue of its model."""
+    """Where requests go: an explicit queue takes all; without one, each goes to the queue of its model.
+
+    There they wait in the lane of their priority and tenant; `priority` and `tenant` are for those that name none.
+    """
 
     model: str
     queue: str | None
+    priority: Priority = DEFAULT_PRIORITY
+    tenant: str | None = None
 
     def queue_for(self, request_model: str | None) -> str:
         """The queue for a request that names this model, or none."""
         return self.queue or keys.queue_name(request_model or self.model)
+
+    def request_for(self, request: Request, tenant: str | None) -> Request:
+        """The request with its priority, and its tenant, which is `tenant`. Raises InvalidRequest for another's."""
+        if request.tenant not in (None, tenant):
+            whose = f"those of the tenant {tenant!r}" if tenant is not None else "those without a tenant"
+            text = f"the request's tenant is {request.tenant!r}; it stands among {whose}"
+            raise InvalidRequest(f"{text} (a batch, and a producer that has a tenant, take one tenant's)", "tenant")
+        priority = request.priority if "priority" in request.model_fields_set else self.priority
+        if (priority, tenant) == (request.priority, request.tenant):
+            return request
+        return request.model_copy(update={"priority": priority, "tenant": tenant})
+
+
+def tenant_of(route: Route, given: Mapping[str, Any]) -> str | None:
+    """The tenant of a batch or job, by its own word or the producer's. Raises InvalidRequest if they differ."""
+    tenant: str | None = given.get("tenant") or route.tenant
+    if route.tenant not in (None, tenant):
+        raise InvalidRequest(f"the tenant is {tenant!r}, but this producer's is {route.tenant!r}", "tenant")
+    return tenant
 
 
 class Submission:
@@ -51,13 +78,14 @@ class Submission:
         listed: bool = True,
         fingerprint: str | None = None,
     ) -> None:
-        self.name = enqueue.check_batch_name(name)
+        self._defaults = check_defaults(defaults)
+        self._tenant = tenant_of(route, self._defaults)
+        self.name = enqueue.check_batch_name(name, self._tenant)
         self.num_sent = 0
         self.stopped = False
         self.fingerprint = fingerprint
         self._skip = 0  # so many items are on the server already
         self._route = route
-        self._defaults = check_defaults(defaults)
         self._ttl_s = ttl_s
         self._source = source
         self._listed = listed
@@ -85,6 +113,7 @@ class Submission:
             source=self._source,
             ttl_s=self._ttl_s,
             fingerprint=self.fingerprint,
+            tenant=self._tenant,
         )
         (reply,) = yield Call([create])
         if reply != enqueue.APPLIED and text(reply) != now.isoformat() and not (yield from self._is_resumed()):
@@ -112,16 +141,23 @@ class Submission:
         line = line_from_item(item, self._position, self._defaults)
         self._refuse_if_seen(line.id)
         self._position += 1
-        if line.request is not None:
-            queue = self._route.queue_for(line.request.model)
-            entry = enqueue.entry_for(line.request, queue=queue, batch=self.name)
-        else:
-            assert line.error is not None
-            queue = self._route.queue_for(None)
-            entry = enqueue.entry_rejected(line.error, request_id=line.id, queue=queue, batch=self.name)
+        entry = self._entry(line)
         self._chunk.append(entry)
         self._chunk_bytes += entry.num_bytes
         return len(self._chunk) >= CHUNK_JOBS or self._chunk_bytes >= CHUNK_BYTES
+
+    def _entry(self, line: Line) -> Entry:
+        error = line.error
+        if line.request is not None:
+            try:
+                request = self._route.request_for(line.request, self._tenant)
+                return enqueue.entry_for(request, queue=self._route.queue_for(request.model), batch=self.name)
+            except InvalidRequest as invalid:
+                error = invalid
+        assert error is not None
+        return enqueue.entry_rejected(
+            error, request_id=line.id, queue=self._route.queue_for(None), batch=self.name, tenant=self._tenant
+        )
 
     def send(self) -> Steps[None]:
         """Send the chunk. Sending it again after a broken connection does no harm.

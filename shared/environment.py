@@ -10,6 +10,7 @@ from headrace.shared.errors import SettingsError
 REDIS_URL = "HEADRACE_REDIS_URL"
 MODEL = "HEADRACE_MODEL"
 QUEUE = "HEADRACE_QUEUE"
+TENANT = "HEADRACE_TENANT"
 SLOTS = "HEADRACE_SLOTS"
 DTYPE = "HEADRACE_DTYPE"
 DEVICE = "HEADRACE_DEVICE"
@@ -31,6 +32,7 @@ KNOWN = frozenset(
         REDIS_URL,
         MODEL,
         QUEUE,
+        TENANT,
         SLOTS,
         DTYPE,
         DEVICE,

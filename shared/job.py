@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from headrace.shared import keys
 from headrace.shared.errors import InvalidRequest
+from headrace.shared.lanes import job_id_prefix
 from headrace.shared.schema import Request, check_encodable
 
 TASK = "headrace.worker.tasks.generate"
@@ -37,11 +38,15 @@ class Payload:
     batch: str | None
 
 
-def new_job_id(batch: str | None, request_id: str | None) -> str:
-    """An id for a job: the same for the same (batch, request id), random where either is missing."""
+def new_job_id(batch: str | None, request_id: str | None, tenant: str | None = None) -> str:
+    """An id for a job: the same for the same (batch, request id), random where either is missing.
+
+    A tenant's begin with its name and "-", by which the server can tell whose a job's keys are.
+    """
+    prefix = job_id_prefix(tenant)
     if batch is None or request_id is None:
-        return uuid4().hex
-    return hashlib.sha256(f"{batch}\0{request_id}".encode()).hexdigest()[:32]
+        return prefix + uuid4().hex
+    return prefix + hashlib.sha256(f"{batch}\0{request_id}".encode()).hexdigest()[:32]
 
 
 def job_hash(

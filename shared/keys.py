@@ -6,11 +6,20 @@ headrace:batch:{name}              hash    producer, worker    result TTL after 
 headrace:batch:{name}:done         stream  worker or producer  as the batch
 headrace:batch:{name}:jobs         list    producer            as the batch
 headrace:batches                   zset    producer            always; names by creation time, the newest 10,000
+headrace:batches:{tenant}          zset    producer            as above, of one tenant
 headrace:checkpoint:{job_id}       string  worker              until the job's result, at most the result TTL
 headrace:workers                   set     worker              while any worker is known
 headrace:lease:{worker}            string  worker              the lease
 headrace:cancels:{worker}          set     producer            an hour; ids of running jobs that are to be cancelled
 headrace:claims:{worker}           list    worker              while jobs are claimed and not yet started
+
+Of queues with lanes (headrace.shared.lanes, headrace.worker.lanes):
+
+headrace:arrivals:{queue}          set     producer, worker    until the next claim; lanes that may have got jobs
+headrace:waiting:{queue}~{class}   zset    worker              lanes of a priority with waiting jobs, by virtual time
+headrace:idle:{queue}~{class}      zset    worker              those without, by virtual time; the latest 10,000
+headrace:lanes:{queue}             hash    worker              always; clocks, turns, the lanes' jobs and tokens so far
+headrace:receipts:{worker}         hash    worker              while the worker is; what lanes were charged for its jobs
 
 RQ's own (rq:queue:…, rq:job:…, rq:queues, rq:results:…) keep RQ's types and lifetimes.
 """
@@ -34,6 +43,10 @@ BATCH_NAME_RULE = "use 1 to 128 letters, digits, '.', '_' or '-'"
 def is_batch_name(name: str) -> bool:
     """True if a batch may be called so."""
     return _BATCH_NAME.fullmatch(name) is not None
+
+
+def batches(tenant: str | None) -> str:
+    return BATCHES if tenant is None else f"{BATCHES}:{tenant}"
 
 
 def result(job_id: str) -> str:
@@ -66,6 +79,26 @@ def cancels(worker: str) -> str:
 
 def claims(worker: str) -> str:
     return f"{PREFIX}claims:{worker}"
+
+
+def arrivals(queue: str) -> str:
+    return f"{PREFIX}arrivals:{queue}"
+
+
+def waiting_lanes(queue: str, priority: str) -> str:
+    return f"{PREFIX}waiting:{queue}~{priority}"
+
+
+def idle_lanes(queue: str, priority: str) -> str:
+    return f"{PREFIX}idle:{queue}~{priority}"
+
+
+def lanes(queue: str) -> str:
+    return f"{PREFIX}lanes:{queue}"
+
+
+def receipts(worker: str) -> str:
+    return f"{PREFIX}receipts:{worker}"
 
 
 def rq_queue(queue: str) -> str:

@@ -67,6 +67,9 @@ model_option = click.option(
 queue_option = click.option(
     "--queue", envvar=environment.QUEUE, metavar="NAME", help="The RQ queue.  [default: the model's]"
 )
+tenant_option = click.option(
+    "--tenant", envvar=environment.TENANT, metavar="NAME", help="Whose jobs they are: tenants share workers fairly."
+)
 _engine_options = together(
     model_option,
     click.option(

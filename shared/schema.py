@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from headrace.shared.errors import InvalidRequest
+from headrace.shared.lanes import DEFAULT_PRIORITY, TENANT_PATTERN, Priority
 
 DEFAULT_MAX_TOKENS = 256
 MAX_STOP_STRINGS = 64
@@ -122,7 +123,7 @@ class Request(_Input):
 
     `seed` fixes the randomness; without it the job's id does, so that a job that is run again gives the same
     text. `timeout` is in seconds from when a worker starts the job, `expires_at` in Unix seconds; what has not finished
-    by the earlier of them ends there with what text it has.
+    by the earlier of them ends there with what text it has. `priority` and `tenant` choose the lane in which it waits.
 
     The fields from `repetition_penalty` on are part of the contract but only their neutral values are
     accepted by this version.
@@ -149,6 +150,8 @@ class Request(_Input):
     metadata: JsonObject | None = None
     timeout: float | None = Field(None, gt=0)
     expires_at: float | None = Field(None, gt=0, le=_MAX_UNIX_TIME)
+    priority: Priority = DEFAULT_PRIORITY
+    tenant: str | None = Field(None, pattern=TENANT_PATTERN)
 
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0

@@ -71,10 +71,10 @@ def engine(model: Model, *, slots: int = 4, max_context: int = 256) -> Engine:
 
 def row(row_id: str, prompt: Sequence[int] = (1, 2, 3), **changes: Any) -> Row:
     """A row, greedy unless it has a `temperature`. Takes the fields of SamplingParams and StopParams, `strings`,
-    `deadline_s`, `token_ids`, and a `seed`."""
+    `deadline_s`, `token_ids`, `rank`, and a `seed`."""
     stopping = {name: changes.pop(name) for name in tuple(changes) if name in StopParams.__dataclass_fields__}
     seed = changes.pop("seed", row_id)
-    others = {name: changes.pop(name) for name in ("strings", "deadline_s", "token_ids") if name in changes}
+    others = {name: changes.pop(name) for name in ("strings", "deadline_s", "token_ids", "rank") if name in changes}
     return Row(
         row_id=row_id,
         prompt_ids=list(prompt),

@@ -51,12 +51,14 @@ class SuccessorModel:
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
+        self.num_begun = 0  # passes, also the one that is held up
         self.rows_of_steps: list[int] = []  # those that got a token
         self.hold_after: int | None = None
         self.fail_with: Exception | None = None
         self.before_pass: Callable[[list[int]], None] = lambda last_ids: None  # told what each row feeds in
 
     def forward(self, tokens: PackedTokens, cache: KVCache) -> Tensor:
+        self.num_begun += 1
         assert self.gate.wait(DEADLINE_S)
         self.rows_of_steps.append(len(tokens.last))
         if len(self.rows_of_steps) == self.hold_after:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import redis
 
@@ -21,8 +22,9 @@ from headrace.shared.schema import ErrorInfo
 from headrace.worker.engine.rows import Row, now_s
 from headrace.worker.fence import Fences, Verdict, Write
 from headrace.worker.intake import Intake
+from headrace.worker.lanes import Receipt
 from headrace.worker.lease import Lease
-from headrace.worker.recovery import readable_job_ids
+from headrace.worker.recovery import readable_claims
 from headrace.worker.rq_adapter import RqWorker, Running
 from headrace.worker.runner import Runner
 from headrace.worker.settings import QueueSettings
@@ -31,7 +33,8 @@ from headrace.worker.settle import Held, Returned, Settler, place_of, unforeseen
 logger = logging.getLogger("headrace.worker")
 
 _POLL_S = 0.05  # how often a queue that was empty is looked at again while rows run
-_IDLE_BLOCK_S = 1
+_IDLE_BLOCK_S = 0.1  # and at its lanes, which can't be waited for together with it, while nothing runs
+_SUSPENDED_WAIT_S = 1.0
 _GIVE_UP_S = 15.0  # on leaving: how long to keep trying to write what is left
 
 
@@ -69,7 +72,7 @@ class Courier:
         self._on_claim = on_claim
         self._on_row = on_row
         self._claims_key = keys.claims(rq.name)
-        self._intake = Intake(connection, rq, runner, settler, claims_key=self._claims_key)
+        self._intake = Intake(connection, rq, fences, runner, settler, claims_key=self._claims_key)
         self._held: dict[str, Held] = {}
         self._lock = threading.Lock()  # over _held
         self._done: deque[Row] = deque()
@@ -209,9 +212,10 @@ class Courier:
         # Wait for the queue without taking from it: from left to left moves nothing, and a job that is claimed only
         # by the script can't be taken while work is suspended.
         queue_key = self._rq.queue.key
-        arrived = self._connection.blmove(queue_key, queue_key, _IDLE_BLOCK_S, "LEFT", "LEFT")
+        block_s: Any = _IDLE_BLOCK_S  # which redis-py declares to be whole seconds
+        arrived = self._connection.blmove(queue_key, queue_key, block_s, "LEFT", "LEFT")
         if arrived and self._connection.exists(keys.RQ_SUSPENDED):
-            self._wake.wait(_IDLE_BLOCK_S)
+            self._wake.wait(_SUSPENDED_WAIT_S)
 
     def _settle_done(self) -> int:
         rows = list(self._done)
@@ -273,25 +277,21 @@ class Courier:
         room = self._capacity - len(self._held)
         if room <= 0 or self._one_alone:
             return 0
-        raw_ids = self._fences.claim(
-            queue_key=self._rq.queue.key,
-            claims_key=self._claims_key,
-            lease_key=self._lease.key,
-            suspended_key=keys.RQ_SUSPENDED,
-            count=room,
-        )
+        claims = self._fences.claim(self._rq.queue.name, self._rq.name, room)
         self.num_looks += 1
-        if not raw_ids and not self._held:
+        if not claims.raw_ids and not self._held:
             self.queue_empty.set()
-        job_ids = readable_job_ids(self._connection, self._claims_key, raw_ids)
-        if job_ids:
-            self._start(job_ids)
-        return len(raw_ids)
+        for raw in claims.dropped:
+            logger.warning("dropped %r from a tenant's lane: the ids of its jobs begin with its name and '-'", raw[:80])
+        readable = readable_claims(self._fences, self._claims_key, claims)
+        if readable:
+            self._start(readable)
+        return len(claims.raw_ids)
 
-    def _start(self, job_ids: Sequence[str]) -> None:
+    def _start(self, claims: Sequence[tuple[str, Receipt | None]]) -> None:
         """Start claimed jobs, refuse those that can't be run, and hand the rows on."""
-        self._on_claim(job_ids)
-        for held in self._started(self._one_if_last(self._intake.prepare(job_ids))):
+        self._on_claim([job_id for job_id, _ in claims])
+        for held in self._started(self._one_if_last(self._intake.prepare(claims))):
             if held.row.finish is None:
                 self._on_row(held.row)
             else:
@@ -307,9 +307,8 @@ class Courier:
         if not last:
             return prepared
         self._one_alone = True
-        back = [held.running.job_id for _, held in reversed(prepared) if held is not None and held is not last[0]]
-        queue_key = self._rq.queue.key
-        self._fences.unclaim([(self._claims_key, job_id, keys.rq_job(job_id), queue_key) for job_id in back])
+        back = [held.running for _, held in reversed(prepared) if held is not None and held is not last[0]]
+        self._fences.unclaim([self._rq.unclaim(r.job_id, self._claims_key, r.lane, r.receipt) for r in back])
         return [(write, held) for write, held in prepared if held is None or (held is last[0] and not self._held)]
 
     def _started(self, prepared: Sequence[tuple[Write, Held | None]]) -> list[Held]:
@@ -331,6 +330,9 @@ class Courier:
         jobs += zip(doubtful, confirmed, strict=True)
         started = [held for held, verdict in jobs if verdict is Verdict.DONE]
         self._take_in_hand(started)
+        for held in doubtful:
+            if (receipt := held.running.receipt) is not None and held not in started:  # cancelled while it waited
+                self._fences.drop(self._claims_key, held.running.job_id, receipt)
         return started
 
     def _take_in_hand(self, jobs: Sequence[Held]) -> None:

@@ -18,7 +18,10 @@ from redis.client import Pipeline
 from redis.commands.core import Script
 from redis.exceptions import ResponseError
 
+from headrace.shared import keys
 from headrace.shared.connection import as_text
+from headrace.shared.lanes import Lane
+from headrace.worker.lanes import CLAIM, FORGET, Claims, Receipt, claim_keys, forget_call, read_claims
 
 logger = logging.getLogger("headrace.worker")
 
@@ -40,15 +43,20 @@ return answers
 """
 _MOST_JOBS_A_CALL = 32  # so that other clients of the server wait for a few milliseconds at most
 
-# A job's words are its fence, its member and its key, then the commands, each as its number of words and the words.
-_RUN = """
-  at = at + 3
+# Commands, each as its number of words and the words.
+_COMMANDS = """
   while at <= last do
     local words = tonumber(ARGV[at])
     redis.call(unpack(ARGV, at + 1, at + words))
     at = at + words + 1
   end
   return 1
+"""
+
+# A job's words are its fence, its member and its key, then the commands.
+_RUN = f"""
+  at = at + 3
+{_COMMANDS}
 end
 """
 
@@ -68,21 +76,20 @@ local function one(at, last)
 {_RUN}
 """
 
-# Fill a claim list from a queue up to n ids, unless all work is suspended or the claimer has lost its lease. It
-# answers with the whole list, so that ids whose answer was lost on the way are met again.
-_CLAIM = """
-if redis.call('EXISTS', KEYS[3]) == 0 or redis.call('EXISTS', KEYS[4]) == 1 then return {} end
-for i = redis.call('LLEN', KEYS[2]) + 1, tonumber(ARGV[1]) do
-  if not redis.call('LMOVE', KEYS[1], KEYS[2], 'LEFT', 'RIGHT') then break end
-end
-return redis.call('LRANGE', KEYS[2], 0, -1)
-"""
-
-# Give a claimed job that has not started back to the front of its queue; drop it if it no longer waits.
-_UNCLAIM = """
+# Give a claimed job that has not started back to the front of its lane; drop it if it no longer waits.
+_UNCLAIM = f"""
 if redis.call('LREM', KEYS[1], -1, ARGV[1]) == 0 then return 0 end
 if redis.call('HGET', KEYS[2], 'status') == 'queued' then redis.call('LPUSH', KEYS[3], ARGV[1]) end
-return 1
+local at, last = 2, #ARGV
+{_COMMANDS}
+"""
+
+# Drop a claim of what is no job, or waits no longer. It may have left the claim list, but has its receipt once.
+_DROP = f"""
+redis.call('LREM', KEYS[1], 0, ARGV[1])
+if redis.call('HDEL', KEYS[2], ARGV[1]) == 0 then return 0 end
+local at, last = 2, #ARGV
+{_COMMANDS}
 """
 
 
@@ -124,18 +131,18 @@ class Fences:
     def __init__(self, connection: redis.Redis) -> None:
         self._connection = connection
         self._scripts: dict[str, Script] = {}
-        self._claim = connection.register_script(_CLAIM)
+        self._claim = connection.register_script(CLAIM)
         self._unclaim = connection.register_script(_UNCLAIM)
+        self._drop = connection.register_script(_DROP)
+        self._forget = connection.register_script(FORGET)
 
     def record(self) -> Pipeline:
         """A pipeline to call RQ's methods with; it is read with `commands_of` and never executed."""
         return self._connection.pipeline(transaction=False)
 
-    def claim(
-        self, *, queue_key: str, claims_key: str, lease_key: str, suspended_key: str, count: int
-    ) -> list[bytes | str]:
-        """Fill a claim list up to `count` job ids from a queue, and return all that it holds."""
-        return list(self._claim(keys=[queue_key, claims_key, lease_key, suspended_key], args=[count]))
+    def claim(self, queue: str, worker: str, count: int) -> Claims:
+        """Fill a worker's claim list up to `count` job ids from a queue and its lanes, and return all that it holds."""
+        return read_claims(self._claim(keys=claim_keys(queue, worker), args=[count, queue]), worker)
 
     def start(self, writes: Sequence[Write]) -> list[Verdict]:
         """Start claimed jobs; each in its own transaction."""
@@ -145,13 +152,33 @@ class Fences:
         """Write to running jobs; each in its own transaction."""
         return self._run(_FINISH, writes)
 
-    def unclaim(self, claims: Sequence[tuple[str, str, str, str]]) -> list[Verdict]:
-        """Give claimed jobs back: (claim list, job id, job's key, queue's key) each."""
+    def unclaim(self, claims: Sequence[tuple[FencedWrite, str]]) -> list[Verdict]:
+        """Give claimed jobs back, each to the queue beside it. A write's fence is the claim list."""
         with self._connection.pipeline(transaction=False) as pipeline:
-            for claims_key, job_id, job_key, queue_key in claims:
-                self._unclaim(keys=[claims_key, job_key, queue_key], args=[job_id], client=pipeline)
+            for write, queue_key in claims:
+                self._unclaim(
+                    keys=[write.fence, write.job_key, queue_key],
+                    args=[write.member, *_flatten(write.commands)],
+                    client=pipeline,
+                )
             answers = execute(pipeline)
-        return [_verdict(job_key, answer) for (_, _, job_key, _), answer in zip(claims, answers, strict=True)]
+        return [_verdict(write.job_key, answer) for (write, _), answer in zip(claims, answers, strict=True)]
+
+    def drop(self, claims_key: str, raw_id: bytes | str, receipt: Receipt | None) -> None:
+        """Drop a claim of what can't be started, and take back what its lane was charged for it."""
+        if receipt is None:
+            self._connection.lrem(claims_key, 0, raw_id)  # type: ignore[arg-type]  # bytes go out as they are
+            return
+        receipts_key = keys.receipts(receipt.worker)
+        self._drop(keys=[claims_key, receipts_key], args=[raw_id, *_flatten(receipt.correct(0))])
+
+    def forget_lanes(self, lanes: Sequence[Lane]) -> None:
+        """Have RQ forget those of the lanes of which nothing is left."""
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for lane in lanes:
+                lane_keys, arguments = forget_call(lane)
+                self._forget(keys=lane_keys, args=arguments, client=pipeline)
+            execute(pipeline)
 
     def _run(self, script: str, writes: Sequence[Write]) -> list[Verdict]:
         """Send the writes, the FencedWrites among them through `script`."""

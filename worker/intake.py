@@ -12,11 +12,13 @@ import redis
 from headrace.shared import keys
 from headrace.shared.errors import InvalidRequest
 from headrace.shared.job import decode_payload
+from headrace.shared.lanes import PRIORITIES, check_batch_of, check_tenant_of
 from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason, Request, parse_request
 from headrace.worker.checkpoint import InvalidCheckpoint, decode_checkpoint
 from headrace.worker.engine.rows import Row, now_s
 from headrace.worker.engine.stopping import Finish
-from headrace.worker.fence import Write, execute
+from headrace.worker.fence import Fences, Write, execute
+from headrace.worker.lanes import Receipt
 from headrace.worker.rq_adapter import Claimed, MalformedJob, RqWorker
 from headrace.worker.runner import Rejected, Runner, deadline
 from headrace.worker.settle import Held, Settler, place_of, unforeseen
@@ -28,47 +30,64 @@ class Intake:
     """Prepares the jobs of one claim list. Nothing that is in a job can make it raise anything but RedisError."""
 
     def __init__(
-        self, connection: redis.Redis, rq: RqWorker, runner: Runner, settler: Settler, *, claims_key: str
+        self,
+        connection: redis.Redis,
+        rq: RqWorker,
+        fences: Fences,
+        runner: Runner,
+        settler: Settler,
+        *,
+        claims_key: str,
     ) -> None:
         self._connection = connection
+        self._fences = fences
         self._rq = rq
         self._runner = runner
         self._settler = settler
         self._claims_key = claims_key
 
-    def prepare(self, job_ids: Sequence[str]) -> list[tuple[Write, Held | None]]:
-        """For each job the write that starts it, and the job in hand; or the write that refuses it, and None.
+    def prepare(self, claims: Sequence[tuple[str, Receipt | None]]) -> list[tuple[Write, Held | None]]:
+        """For each claimed job the write that starts it, and the job in hand; or the write that refuses it, and None.
 
         Jobs that are gone are dropped from the claim list. One round trip, whatever the number.
         """
         with self._connection.pipeline(transaction=False) as pipeline:
-            for job_id in job_ids:
+            for job_id, _ in claims:
                 pipeline.hgetall(keys.rq_job(job_id))
-            pipeline.mget([keys.checkpoint(job_id) for job_id in job_ids])
+            pipeline.mget([keys.checkpoint(job_id) for job_id, _ in claims])
             *hashes, checkpoints = execute(pipeline)
         prepared: list[tuple[Write, Held | None]] = []
-        for job_id, fields, checkpoint in zip(job_ids, hashes, checkpoints, strict=True):
+        for (job_id, receipt), fields, checkpoint in zip(claims, hashes, checkpoints, strict=True):
             if not fields or isinstance(fields, redis.ResponseError):  # deleted while it waited, or never a job
-                self._connection.lrem(self._claims_key, 1, job_id)
+                self._fences.drop(self._claims_key, job_id, receipt)
             else:
-                prepared.append(self._one(job_id, fields, checkpoint))
+                prepared.append(self._one(job_id, receipt, fields, checkpoint))
         return prepared
 
-    def _one(self, job_id: str, fields: dict[bytes, bytes], checkpoint: bytes | None) -> tuple[Write, Held | None]:
+    def _one(
+        self, job_id: str, receipt: Receipt | None, fields: dict[bytes, bytes], checkpoint: bytes | None
+    ) -> tuple[Write, Held | None]:
         """The write that starts or refuses a claimed job and, if it starts, the job in hand."""
         body: Any = None
         batch: str | None = None
         try:
-            claimed = self._rq.read(job_id, fields)
+            claimed = self._rq.read(job_id, fields, receipt)
             payload = decode_payload(claimed.data, self._runner.limits.payload_bytes)
-            body, batch = payload.request, payload.batch
+            body = payload.request
+            check_batch_of(claimed.lane.tenant, payload.batch)
+            batch = payload.batch
             request = parse_request(body)
+            check_tenant_of(claimed.lane.tenant, request.tenant)
             row = self._row(request, claimed, checkpoint)
+            row.rank = PRIORITIES.index(claimed.lane.priority)
             row.finish = _over_before_start(claimed, row)
             running, write = self._rq.start(claimed, self._claims_key)
         except Exception as error:  # whatever it is, one bad job must not stop the others
             info = _refusal(error, job_id)
-            return self._settler.rejected(job_id, info, batch=batch, body=body, claims_key=self._claims_key), None
+            refused = self._settler.rejected(
+                job_id, info, batch=batch, body=body, claims_key=self._claims_key, receipt=receipt
+            )
+            return refused, None
         held = Held(
             running=running,
             row=row,

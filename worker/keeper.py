@@ -101,7 +101,7 @@ class Keeper:
 
     def look(self) -> None:
         """Cancel what is to be cancelled, and beat if it is time. A beat that fails is tried again at the next look."""
-        for job_id in self._rq.cancelled():
+        for job_id in self._rq.cancelled(self._courier.in_hand()):
             self._on_cancel(job_id)
         now = now_s()
         if now >= self._beat_due_s:
@@ -125,5 +125,6 @@ class Keeper:
             self._rq_beat_due_s = now + _RQ_BEAT_S
         if may_take_over and now >= self._sweep_due_s:
             self._recovery.take_over_expired()
+            self._rq.announce_lanes()
             self._rq.tidy()
             self._sweep_due_s = now + _EXPIRED_SWEEP_S

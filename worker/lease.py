@@ -38,7 +38,7 @@ class Lease:
         """Sign off; nothing may be left in hand."""
         with self._connection.pipeline() as pipeline:
             pipeline.srem(keys.WORKERS, self._worker)
-            pipeline.delete(self.key)
+            pipeline.delete(self.key, keys.receipts(self._worker))
             pipeline.execute()
 
 

@@ -36,7 +36,8 @@ local function one(at)
   redis.call('ZADD', started, expires, both)
   redis.call('SADD', executions, both)
   redis.call('EXPIRE', executions, ttl + 60)
-  redis.call('HSET', job, 'last_heartbeat', time, 'status', 'started', 'started_at', time, 'worker_name', worker)
+  redis.call('HSET', job, 'last_heartbeat', time, 'status', 'started', 'started_at', time, 'worker_name', worker,
+    'origin', queue)
   redis.call('PERSIST', job)
   return 1
 end

@@ -11,8 +11,10 @@ from headrace.shared import keys
 from headrace.shared.connection import as_text
 from headrace.shared.errors import InvalidRequest
 from headrace.shared.job import decode_payload
+from headrace.shared.lanes import Lane, check_batch_of, lane_of
 from headrace.shared.schema import ErrorCode, ErrorInfo
 from headrace.worker.fence import FencedWrite, Fences, Verdict, execute
+from headrace.worker.lanes import Claims, Receipt, read_claims
 from headrace.worker.lease import dead_workers
 from headrace.worker.rq_adapter import RqWorker, Running, job_id_of
 from headrace.worker.settle import Settler
@@ -20,16 +22,17 @@ from headrace.worker.settle import Settler
 logger = logging.getLogger("headrace.worker")
 
 
-def readable_job_ids(connection: redis.Redis, claims_key: str, raw_ids: Sequence[bytes | str]) -> list[str]:
-    """The ids of a claim list as text. What can't be a job's id is dropped from the list: no job can be found by it."""
-    job_ids: list[str] = []
-    for raw in raw_ids:
+def readable_claims(fences: Fences, claims_key: str, claims: Claims) -> list[tuple[str, Receipt | None]]:
+    """The ids of a claim list as text, and their receipts. What can't be a job's id is dropped from the list: no job
+    can be found by it."""
+    readable: list[tuple[str, Receipt | None]] = []
+    for raw in claims.raw_ids:
         if (job_id := job_id_of(raw)) is not None:
-            job_ids.append(job_id)
+            readable.append((job_id, claims.receipts.get(raw)))
         else:
             logger.warning("dropped %r from the queue: a job id has letters, digits, '_' and '-' only", raw[:80])
-            connection.lrem(claims_key, 0, raw)  # type: ignore[arg-type]  # bytes go out as they are
-    return job_ids
+            fences.drop(claims_key, raw, claims.receipts.get(raw))
+    return readable
 
 
 class Recovery:
@@ -69,16 +72,22 @@ class Recovery:
     def give_back_claims(self, worker: str) -> int:
         """Put the jobs back that a worker has claimed and not started."""
         claims_key = keys.claims(worker)
-        job_ids = readable_job_ids(self._connection, claims_key, self._connection.lrange(claims_key, 0, -1))
+        raw_ids: list[bytes | str] = list(self._connection.lrange(claims_key, 0, -1))
+        raw_receipts = self._connection.hmget(keys.receipts(worker), raw_ids) if raw_ids else []
+        claimed = readable_claims(self._fences, claims_key, read_claims((raw_ids, raw_receipts, ()), worker))
         with self._connection.pipeline(transaction=False) as pipeline:
-            for job_id in job_ids:
+            for job_id, _ in claimed:
                 pipeline.hget(keys.rq_job(job_id), "origin")
             origins = execute(pipeline)
-        claims = [
-            (claims_key, job_id, keys.rq_job(job_id), keys.rq_queue(_text_or(origin, self._rq.queue.name)))
-            for job_id, origin in zip(job_ids, origins, strict=True)
+        writes = [
+            self._rq.unclaim(job_id, claims_key, receipt.lane if receipt else self._lane_of(origin), receipt)
+            for (job_id, receipt), origin in zip(claimed, origins, strict=True)
         ]
-        return sum(verdict is Verdict.DONE for verdict in self._fences.unclaim(list(reversed(claims))))
+        return sum(verdict is Verdict.DONE for verdict in self._fences.unclaim(list(reversed(writes))))
+
+    def _lane_of(self, origin: object) -> Lane:
+        """The lane that a job's hash names, which may be another queue's; the queue itself if it can't be read."""
+        return lane_of(_text_or(origin, "")) or self._rq.plain_lane
 
     def _return(self, jobs: Sequence[Running]) -> int:
         verdicts = self._fences.finish([self._write(job) for job in reversed(jobs)])
@@ -86,16 +95,19 @@ class Recovery:
 
     def _write(self, running: Running) -> FencedWrite:
         blame = running.blame + 1
+        # How far it came is not known: what its lane was charged stands.
+        charge = running.receipt.forget(running.job_id) if running.receipt else []
         if blame < self._max_crashes:
-            return self._rq.hand_back(running, blame=blame)
+            return self._rq.hand_back(running, charge, blame=blame)
         text = f"{blame} workers died while running this job, which got no further; it is not tried again"
         try:
             payload = decode_payload(running.data)
+            check_batch_of(running.lane.tenant, payload.batch)
             body, batch = payload.request, payload.batch
         except InvalidRequest:
             body, batch = None, None
         error = ErrorInfo(code=ErrorCode.WORKER_LOST, message=text)
-        return self._settler.given_up(running, error, batch=batch, body=body)
+        return self._settler.given_up(running, error, batch=batch, body=body, charge=charge)
 
 
 def _text_or(raw: object, default: str) -> str:

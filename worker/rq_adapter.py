@@ -33,17 +33,21 @@ from rq.worker_registration import clean_worker_registry
 from headrace.shared import keys
 from headrace.shared.connection import as_text
 from headrace.shared.job import BLAME_FIELD, CANCEL_FIELD, CRASHES_FIELD
+from headrace.shared.lanes import Lane, lane_of
 from headrace.shared.outages import is_passing
 from headrace.shared.outcome import outcome_commands
 from headrace.shared.schema import Result
 from headrace.worker import plain_jobs
 from headrace.worker.fence import Command, FencedWrite, Fences, ScriptedWrite, Write, commands_of, execute
+from headrace.worker.lanes import Receipt, arrival, read_receipt
 
 # How long RQ believes in a job without hearing of it: the fallback for when no headrace worker is alive.
 EXECUTION_TTL_S = 90
 _MAINTENANCE_INTERVAL_S = 600
 # What RQ would decode for itself, without a limit, and what nothing here reads.
 _UNREAD_FIELDS = frozenset((b"data", b"exc_info", b"result", b"meta", b"webhooks", b"created_at", b"enqueued_at"))
+# What reaches beyond a job, and so beyond its tenant.
+_FAR_REACHING_FIELDS = frozenset((b"dependency_ids", b"group_id", b"rate_limit_key", b"rate_limit_concurrency"))
 # Beyond any use, and far within what EXPIRE and floating-point times can take.
 _MAX_SECONDS = 100 * 365 * 24 * 3600
 _MAX_CRASHES = 1_000_000
@@ -58,13 +62,15 @@ class MalformedJob(Exception):
 @dataclass(frozen=True, kw_only=True)
 class Running:
     """A started job: RQ's job and execution, its call as stored, and how many attempts have failed, `blame` of them
-    since it last got any further."""
+    since it last got any further. `receipt` says what its lane was charged, if it was."""
 
     job: Job
     execution: Execution
     data: bytes
     crashes: int
     blame: int
+    lane: Lane
+    receipt: Receipt | None
 
     @property
     def job_id(self) -> str:
@@ -80,6 +86,8 @@ class Claimed:
     crashes: int
     blame: int
     cancelled: bool
+    lane: Lane
+    receipt: Receipt | None
 
 
 def job_id_of(raw: bytes | str) -> str | None:
@@ -130,6 +138,7 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         self.queue: Queue = self.queues[0]
         # Each job is a copy of it: RQ would check the serializer anew for each, which takes longer than all the rest.
         self._blank_job = Job(connection=connection, serializer=JSONSerializer)
+        self.plain_lane = Lane(queue)  # the queue itself
 
     # Registration
 
@@ -193,18 +202,24 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
 
     # Claiming and starting
 
-    def read(self, job_id: str, fields: Mapping[bytes, bytes]) -> Claimed:
+    def read(
+        self, job_id: str, fields: Mapping[bytes, bytes], receipt: Receipt | None = None, lane: Lane | None = None
+    ) -> Claimed:
         """A job from its hash. Raises MalformedJob if RQ can't make a job of it.
 
-        RQ's job is made without the call: RQ would inflate it without a limit, and has no business with it here.
+        It comes from the lane of its receipt, or `lane`, or the queue, whatever its hash says: who may write to a
+        lane's list has been proved to the server. RQ's job is made without the call: RQ would inflate it without a
+        limit, and has no business with it here.
         """
+        lane = receipt.lane if receipt else lane or self.plain_lane
         try:
             validate_job_id(job_id)
             job = copy.copy(self._blank_job)
             job._id = job_id
-            read = {name: value for name, value in fields.items() if value and name not in _UNREAD_FIELDS}
+            unread = _UNREAD_FIELDS | _FAR_REACHING_FIELDS if lane.tenant else _UNREAD_FIELDS
+            read = {name: value for name, value in fields.items() if value and name not in unread}
             job.restore({**read, b"data": b""})
-            job.origin = self.queue.name
+            job.origin = lane.name
             job.enqueued_at = _time(fields.get(b"enqueued_at"))
             crashes = int(fields.get(CRASHES_FIELD.encode(), b"0"))
             blame = int(fields.get(BLAME_FIELD.encode(), b"0"))
@@ -218,6 +233,8 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
                 crashes=crashes,
                 blame=blame,
                 cancelled=CANCEL_FIELD.encode() in fields,
+                lane=lane,
+                receipt=receipt,
             )
         except Exception as error:  # RQ raises whatever the field's parser does
             text = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -234,25 +251,35 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             execution.id,
             started_at,
             claims_key=claims_key,
-            queue=self.queue.name,
+            queue=job.origin,
             worker=self.name,
             ttl_s=EXECUTION_TTL_S,
         )
         return _running(claimed, execution), write
 
-    def reject(self, job_id: str, message: str, claims_key: str, extra: Sequence[Command]) -> FencedWrite:
+    def reject(
+        self, job_id: str, message: str, claims_key: str, extra: Sequence[Command], receipt: Receipt | None = None
+    ) -> FencedWrite:
         """The write that fails a claimed job that never starts: RQ's bookkeeping, then `extra`."""
         job = Job(job_id, connection=self.connection, serializer=JSONSerializer)
-        job.origin = self.queue.name
+        job.origin = (receipt.lane if receipt else self.plain_lane).name
         record = self._fences.record()
         self._record_failure(job, None, JobStatus.FAILED, message, record)
-        commands = [*commands_of(record), *extra]
+        commands = [*commands_of(record), *extra, *(receipt.give_back(job_id, 0) if receipt else ())]
         return FencedWrite(fence=claims_key, member=job_id, job_key=job.key, commands=commands)
+
+    def unclaim(self, job_id: str, claims_key: str, lane: Lane, receipt: Receipt | None) -> tuple[FencedWrite, str]:
+        """The write that gives a claimed job back to the front of its lane, and the lane's key; for Fences.unclaim."""
+        commands = [*arrival(lane), *(receipt.give_back(job_id, 0) if receipt else ())]
+        write = FencedWrite(fence=claims_key, member=job_id, job_key=keys.rq_job(job_id), commands=commands)
+        return write, keys.rq_queue(lane.name)
 
     # Finishing
 
-    def succeed(self, running: Running, return_value: Any, result: Result, result_ttl_s: int) -> Write:
-        """The write that ends a job well: RQ's bookkeeping and our result, which has a usage and no error.
+    def succeed(
+        self, running: Running, return_value: Any, result: Result, result_ttl_s: int, charge: Sequence[Command] = ()
+    ) -> Write:
+        """The write that ends a job well: RQ's bookkeeping, our result, which has a usage and no error, and `charge`.
 
         RQ keeps only the small `return_value`.
         """
@@ -260,8 +287,8 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         job.ended_at = now()
         job._status = JobStatus.FINISHED
         rq_ttl_s = job.get_result_ttl(DEFAULT_RESULT_TTL)
-        if rq_ttl_s <= 0 or job.has_rate_limit:
-            return self._succeed_as_rq_does(running, return_value, outcome_commands(result, result_ttl_s))
+        if rq_ttl_s <= 0 or job.has_rate_limit or charge:
+            return self._succeed_as_rq_does(running, return_value, [*outcome_commands(result, result_ttl_s), *charge])
         return plain_jobs.success(
             result,
             running.execution.id,
@@ -315,7 +342,7 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             record.hincrby(job.key, CRASHES_FIELD, 1)
             record.hset(job.key, BLAME_FIELD, blame)
         record.lpush(Queue.redis_queue_namespace_prefix + job.origin, job.id)
-        return self._finish_write(running, [*commands_of(record), *extra])
+        return self._finish_write(running, [*commands_of(record), *arrival(running.lane), *extra])
 
     def add(self, running: Running, commands: Sequence[Command]) -> FencedWrite:
         """A write beside a running job, which goes on."""
@@ -328,8 +355,10 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
     def after_commit(self, settled: Sequence[Running]) -> None:
         """What RQ does once outcomes are stored: let dependents run and free the slots of rate limits.
 
-        To be called again for all of them if it raises RedisError.
+        To be called again for all of them if it raises RedisError. Not for tenants, whose dependents could be other
+        tenants' jobs.
         """
+        settled = [running for running in settled if running.lane.tenant is None]
         if not settled:
             return
         with self.connection.pipeline(transaction=False) as pipeline:
@@ -357,7 +386,7 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         record.hdel(job.key, CANCEL_FIELD, CRASHES_FIELD, BLAME_FIELD)
         record.srem(keys.cancels(self.name), job.id)
         # Not FailedJobRegistry.add: it would write the whole hash again, which a malformed job does not have.
-        BaseRegistry.add(FailedJobRegistry(queue=self.queue), job, ttl, record)
+        BaseRegistry.add(FailedJobRegistry(job.origin, connection=self.connection), job, ttl, record)
         if ttl > 0:
             record.expire(job.key, ttl)
         outcome = self._outcome(running, ttl, record) if running else {"ttl": ttl, "pipeline": record}
@@ -408,20 +437,57 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
             if score is None or status != b"started"
         ]
 
-    def cancelled(self) -> list[str]:
-        """Ids of jobs that somebody has asked to cancel while this worker ran them; some may have ended."""
+    def cancelled(self, in_hand: Sequence[Running] = ()) -> list[str]:
+        """Ids of jobs that somebody has asked to cancel while this worker ran them; some may have ended.
+
+        A tenant can't write to a worker's keys: it marks its job, which has to be `in_hand`.
+        """
         raw_ids = self.connection.smembers(keys.cancels(self.name))
-        return [job_id for raw in raw_ids if (job_id := job_id_of(raw)) is not None]
+        asked = [job_id for raw in raw_ids if (job_id := job_id_of(raw)) is not None]
+        of_tenants = [running for running in in_hand if running.lane.tenant is not None]
+        if not of_tenants:
+            return asked
+        with self.connection.pipeline(transaction=False) as pipeline:
+            for running in of_tenants:
+                pipeline.hexists(running.job.key, CANCEL_FIELD)
+            marks = execute(pipeline)
+        return asked + [running.job_id for running, mark in zip(of_tenants, marks, strict=True) if mark == 1]
+
+    def lanes(self) -> list[Lane]:
+        """The queue itself, and those of its lanes that RQ knows."""
+        names = (raw.decode(errors="replace") for raw in self.connection.smembers(keys.RQ_QUEUES))
+        found = (lane_of(name.removeprefix(Queue.redis_queue_namespace_prefix)) for name in names)
+        plain = self.plain_lane
+        return [plain, *(lane for lane in found if lane is not None and lane.queue == plain.queue and lane != plain)]
+
+    def announce_lanes(self) -> None:
+        """Have claims look at the lanes that have jobs: RQ's own tools put some there and tell nobody."""
+        lanes = self.lanes()[1:]
+        with self.connection.pipeline(transaction=False) as pipeline:
+            for lane in lanes:
+                pipeline.llen(keys.rq_queue(lane.name))
+            lengths = execute(pipeline)
+        waiting = [lane.name for lane, length in zip(lanes, lengths, strict=True) if isinstance(length, int) and length]
+        if waiting:
+            self.connection.sadd(keys.arrivals(self.queue.name), *waiting)
 
     def executions_of(self, worker: str) -> list[Running]:
-        """The jobs that another worker has in hand."""
+        """The jobs that another worker has in hand, of whichever queue."""
         members = self.connection.smembers(f"rq:worker:{worker}:executions")
         return self._read_executions([as_text(member) for member in members], worker)
 
     def expired_executions(self) -> list[Running]:
         """The queue's jobs of which RQ has heard nothing for EXECUTION_TTL_S."""
-        expired = self.connection.zrangebyscore(f"rq:wip:{self.queue.name}", 0, datetime.now(UTC).timestamp())
-        return self._read_executions([as_text(member) for member in expired], "")
+        lanes = self.lanes()
+        with self.connection.pipeline(transaction=False) as pipeline:
+            for lane in lanes:
+                pipeline.zrangebyscore(f"rq:wip:{lane.name}", 0, datetime.now(UTC).timestamp())
+            expired = pipeline.execute()
+        return [
+            running
+            for lane, members in zip(lanes, expired, strict=True)
+            for running in self._read_executions([as_text(member) for member in members], "", lane)
+        ]
 
     def forget_worker(self, worker: str) -> None:
         """Remove a dead worker from RQ's registers once its jobs are taken over."""
@@ -429,7 +495,7 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         with self.connection.pipeline() as pipeline:
             pipeline.srem("rq:workers", key)
             pipeline.srem(f"rq:workers:{self.queue.name}", key)
-            pipeline.delete(key, f"{key}:executions")
+            pipeline.delete(key, f"{key}:executions", keys.receipts(worker))
             pipeline.execute()
 
     def tidy(self) -> None:
@@ -446,21 +512,34 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
         if self.queue.acquire_maintenance_lock():
             for registry in (FinishedJobRegistry, FailedJobRegistry):
                 registry(queue=self.queue).cleanup()
+            self._tidy_lanes(self.lanes()[1:])
             clean_worker_registry(self.queue)
             self.queue.release_maintenance_lock()
 
-    def _read_executions(self, members: Sequence[str], worker: str) -> list[Running]:
+    def _tidy_lanes(self, lanes: Sequence[Lane]) -> None:
+        """Clean the lanes' registries, and have RQ forget the lanes of which nothing is left. There may be many."""
+        with self.connection.pipeline(transaction=False) as pipeline:
+            for lane in lanes:
+                for registry in ("finished", "failed"):
+                    pipeline.zremrangebyscore(f"rq:{registry}:{lane.name}", 0, datetime.now(UTC).timestamp())
+            execute(pipeline)
+        self._fences.forget_lanes(lanes)
+
+    def _read_executions(self, members: Sequence[str], worker: str, lane: Lane | None = None) -> list[Running]:
+        """Jobs from "job:execution"; without the lane of whose registry they are, their hashes say it, which every
+        write's fence checks."""
         found: list[Running] = []
         for member in members:
             try:
                 job_id, execution_id = parse_composite_key(member)
                 with self.connection.pipeline(transaction=False) as pipeline:
                     pipeline.hgetall(keys.rq_job(job_id))
-                    (fields,) = execute(pipeline)
-                claimed = self.read(job_id, fields)
-                claimed.job.origin = as_text(fields.get(b"origin", b"")) or self.queue.name
-            except (MalformedJob, ValueError):
-                self.connection.zrem(f"rq:wip:{self.queue.name}", member)  # nothing is left to run
+                    pipeline.hget(keys.receipts(worker), job_id)
+                    fields, receipt = execute(pipeline)
+                own = lane or lane_of(as_text(fields.get(b"origin", b""))) or self.plain_lane
+                claimed = self.read(job_id, fields, read_receipt(receipt, worker), own)
+            except (MalformedJob, ValueError, AttributeError):
+                self.connection.zrem(f"rq:wip:{(lane or self.plain_lane).name}", member)  # nothing is left to run
                 continue
             execution = Execution(
                 execution_id, job_id, self.connection, worker_name=worker or claimed.job.worker_name or ""
@@ -471,5 +550,11 @@ class RqWorker(BaseWorker):  # type: ignore[misc]
 
 def _running(claimed: Claimed, execution: Execution) -> Running:
     return Running(
-        job=claimed.job, execution=execution, data=claimed.data, crashes=claimed.crashes, blame=claimed.blame
+        job=claimed.job,
+        execution=execution,
+        data=claimed.data,
+        crashes=claimed.crashes,
+        blame=claimed.blame,
+        lane=claimed.lane,
+        receipt=claimed.receipt,
     )

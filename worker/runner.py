@@ -204,6 +204,12 @@ def usage(row: Row, *, num_resumed: int = 0) -> Usage:
     )
 
 
+def computed_tokens(row: Row, *, num_resumed: int = 0) -> int:
+    """Tokens that an attempt took to compute: those of the prompt that were not copied, and the new ones."""
+    prompt = len(row.prompt_ids) - row.num_reused if row.admitted_at_s > 0 else 0
+    return prompt + len(row.token_ids) - num_resumed
+
+
 def timing(row: Row, queued_s: float) -> Timing:
     """Where a row's time went; zeros for a row that never reached the model."""
     admitted = row.admitted_at_s > 0

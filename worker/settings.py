@@ -7,6 +7,7 @@ from math import inf
 
 from headrace.shared.environment import DEFAULT_RESULT_TTL_S
 from headrace.shared.errors import SettingsError
+from headrace.shared.lanes import check_queue_name
 from headrace.shared.options import EngineOptions
 from headrace.shared.schema import MAX_STOP_STRINGS
 
@@ -78,3 +79,4 @@ class QueueSettings:
             raise SettingsError(f"--result-ttl is {self.result_ttl_s} s; it needs at least 1 s")
         if self.queue == "":
             raise SettingsError("--queue is empty; give the name of a queue")
+        check_queue_name(self.queue or "")

@@ -16,8 +16,9 @@ from headrace.shared.schema import ErrorCode, ErrorInfo, Request, Result
 from headrace.worker.checkpoint import encode_checkpoint
 from headrace.worker.engine.rows import Row
 from headrace.worker.fence import Command, FencedWrite, Write
+from headrace.worker.lanes import Receipt
 from headrace.worker.rq_adapter import RqWorker, Running
-from headrace.worker.runner import Runner, error_of, timing, usage
+from headrace.worker.runner import Runner, computed_tokens, error_of, timing, usage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,11 @@ class Held:
     def has_got_further(self) -> bool:
         """True if this attempt has made tokens."""
         return len(self.row.token_ids) > self.num_resumed
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that this attempt took to compute."""
+        return computed_tokens(self.row, num_resumed=self.num_resumed)
 
     @property
     def queued_s(self) -> float:
@@ -69,10 +75,11 @@ class Settler:
     def finished(self, held: Held, row: Row) -> Write:
         """The write for a row that is done, well or not."""
         result = self.result(held, row)
+        charge = _settle_charge(held)
         if result.error is None:
-            return self._rq.succeed(held.running, _return_value(result), result, self._ttl_s)
+            return self._rq.succeed(held.running, _return_value(result), result, self._ttl_s, charge)
         stopped = result.error.code is ErrorCode.CANCELLED
-        extra = outcome_commands(result, self._ttl_s)
+        extra = [*outcome_commands(result, self._ttl_s), *charge]
         return self._rq.fail(held.running, _describe(result.error), extra, stopped=stopped)
 
     def result(self, held: Held, row: Row) -> Result:
@@ -114,6 +121,8 @@ class Settler:
                 return self.failed(held, ErrorInfo(code=failure.code, message=text))
         token_ids = held.row.token_ids
         extra = [self._checkpoint(held, token_ids)] if token_ids else []
+        if (receipt := held.running.receipt) is not None:
+            extra += receipt.give_back(held.running.job_id, held.computed_tokens)
         return self._rq.hand_back(held.running, extra, blame=blame)
 
     def is_last_attempt(self, running: Running) -> bool:
@@ -122,22 +131,35 @@ class Settler:
 
     def failed(self, held: Held, error: ErrorInfo) -> FencedWrite:
         """The write for a job in hand that has no output and is not tried again."""
-        return self.given_up(held.running, error, batch=held.batch, body={"id": held.request.id})
+        body, charge = {"id": held.request.id}, _settle_charge(held)
+        return self.given_up(held.running, error, batch=held.batch, body=body, charge=charge)
 
     def _checkpoint(self, held: Held, token_ids: Sequence[int]) -> Command:
         value = encode_checkpoint(token_ids, model=self._runner.model_name, data=held.running.data)
         return ("SET", keys.checkpoint(held.running.job_id), value, "EX", self._ttl_s)
 
-    def rejected(self, job_id: str, error: ErrorInfo, *, batch: str | None, body: Any, claims_key: str) -> FencedWrite:
+    def rejected(
+        self,
+        job_id: str,
+        error: ErrorInfo,
+        *,
+        batch: str | None,
+        body: Any,
+        claims_key: str,
+        receipt: Receipt | None = None,
+    ) -> FencedWrite:
         """The write for a claimed job that can't be run. `body` is its request as far as it could be read."""
         result = self._without_output(job_id, error, batch=batch, body=body)
-        return self._rq.reject(job_id, _describe(error), claims_key, outcome_commands(result, self._ttl_s))
+        extra = outcome_commands(result, self._ttl_s)
+        return self._rq.reject(job_id, _describe(error), claims_key, extra, receipt)
 
-    def given_up(self, running: Running, error: ErrorInfo, *, batch: str | None, body: Any) -> FencedWrite:
-        """The write for a running job that is not tried again."""
+    def given_up(
+        self, running: Running, error: ErrorInfo, *, batch: str | None, body: Any, charge: Sequence[Command]
+    ) -> FencedWrite:
+        """The write for a running job that is not tried again. `charge` settles what its lane was charged."""
         attempt = running.crashes + 1
         result = self._without_output(running.job_id, error, batch=batch, body=body, attempt=attempt)
-        return self._rq.fail(running, _describe(error), outcome_commands(result, self._ttl_s))
+        return self._rq.fail(running, _describe(error), [*outcome_commands(result, self._ttl_s), *charge])
 
     def _without_output(
         self, job_id: str, error: ErrorInfo, *, batch: str | None, body: Any, attempt: int = 1
@@ -152,6 +174,12 @@ class Settler:
             attempt=attempt,
             error=error,
         )
+
+
+def _settle_charge(held: Held) -> Sequence[Command]:
+    """The commands that charge a job's lane for what it took, if it has lanes beside it."""
+    receipt = held.running.receipt
+    return receipt.settle(held.running.job_id, held.computed_tokens) if receipt else ()
 
 
 def unforeseen(error: Exception) -> ErrorInfo:

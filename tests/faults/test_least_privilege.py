@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from headrace.producer import Producer
 from headrace.producer.embedded import find_server
 from headrace.shared import keys
 from headrace.shared.errors import ServerUnavailable
+from headrace.shared.job import TASK
 
 ACL_FILE = Path(__file__).parents[2] / "deploy" / "acl" / "users.acl"
 
@@ -105,7 +107,148 @@ def test_a_workers_user_can_take_over_a_dead_workers_jobs(server: Server) -> Non
     assert server.denials() == []
 
 
-@pytest.mark.parametrize("user", ["worker", "producer", "submitter", "collector"])
+def tenants_producer(client: redis.Redis, tenant: str) -> Producer:
+    return Producer(connection=client, model=MODEL, tenant=tenant)
+
+
+@pytest.fixture
+def tenants(server: Server) -> dict[str, redis.Redis]:
+    """Clients of two tenants, the second's user made from the template as its comment says."""
+    template = next(line for line in ACL_FILE.read_text().splitlines() if line.startswith("user tenant-acme"))
+    with server.client("admin") as admin:
+        admin.execute_command("ACL", "SETUSER", *acl_words(template.removeprefix("user ").replace("acme", "bob")))
+    return {name: server.client(f"tenant-{name}") for name in ("acme", "bob")}
+
+
+def acl_words(text: str) -> list[str]:
+    """A line of an ACL file as the command's arguments: a selector, in parentheses, is one."""
+    rules, _, selector = text.partition(" (")
+    return [*rules.split(), f"({selector}"]
+
+
+def test_a_tenant_can_do_its_part_with_its_own_keys_alone(server: Server, tenants: dict[str, redis.Redis]) -> None:
+    with running_worker(server.client("worker")) as running, tenants_producer(tenants["acme"], "acme") as producer:
+        items = [{"prompt": "a", "max_tokens": 3}, {"prompt": ""}, {"prompt": "b", "max_tokens": 3, "priority": "high"}]
+        batch = producer.submit_many(items, batch="acme.night")
+        assert [result.ok for result in batch.results(timeout=20)].count(True) == 2
+        assert producer.submit("a", max_tokens=3, priority="low").result(timeout=20).text == "bcd"
+        status = producer.status()
+        assert [(found.name, found.progress.completed) for found in status.batches] == [("acme.night", 2)]
+        assert {found.name: found.finished for found in status.queues} == {
+            f"{QUEUE}~{priority}~acme": 1 for priority in ("high", "normal", "low")
+        }
+        running.model.gate.clear()
+        long = [producer.submit("a", max_tokens=60) for _ in range(6)]
+        wait_until(lambda: [job.status() for job in long].count("started") == 4, "four jobs to start")
+        assert all(job.cancel() for job in long)
+        running.worker._keeper.look()
+        running.model.gate.set()
+        codes = {str(result.error and result.error.code) for result in (job.result(timeout=20) for job in long)}
+        assert codes == {"cancelled"}
+        assert producer.submit_many([{"prompt": "a"}] * 9, batch="acme.gone").cancel() > 0
+    assert server.denials() == []
+
+
+def test_a_tenant_reads_nothing_of_anothers_and_sends_nothing_in_its_name(
+    server: Server, tenants: dict[str, redis.Redis]
+) -> None:
+    with (
+        running_worker(server.client("worker")),
+        tenants_producer(tenants["bob"], "bob") as bob,
+        tenants_producer(tenants["acme"], "acme") as acme,
+    ):
+        batch = bob.submit_many([{"prompt": "a", "max_tokens": 3}], batch="bob.secret")
+        (result,) = batch.results(timeout=20)
+        waiting = bob.submit("a", max_tokens=60)
+        for attempt in (
+            lambda: acme.job(result.job_id).result(timeout=1),
+            lambda: acme.job(result.job_id).status(),
+            lambda: acme.job(waiting.id).cancel(),
+            lambda: acme.batch(batch.name).progress(),
+            lambda: list(acme.batch(batch.name).results(timeout=1)),
+            lambda: acme.batch(batch.name).cancel(),
+        ):
+            with pytest.raises(ServerUnavailable, match="permissions"):
+                attempt()
+        with pytest.raises(ServerUnavailable, match="permissions"):
+            Producer(connection=tenants["acme"], model=MODEL, tenant="bob").submit("a")
+        with pytest.raises(ServerUnavailable, match="permissions"):
+            Producer(connection=tenants["acme"], model=MODEL).submit("a")
+        assert waiting.result(timeout=20).ok
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("GET", "headrace:result:bob-1"),
+        ("GET", "headrace:checkpoint:bob-1"),
+        ("GET", "headrace:result:0123"),
+        ("HGETALL", "rq:job:bob-1"),
+        ("HSET", "rq:job:bob-1", "status", "canceled"),
+        ("XREAD", "STREAMS", "headrace:batch:bob.b:done", "0"),
+        ("LRANGE", f"rq:queue:{QUEUE}~high~bob", "0", "-1"),
+        ("RPUSH", f"rq:queue:{QUEUE}~high~bob", "acme-1"),
+        ("RPUSH", f"rq:queue:{QUEUE}", "acme-1"),
+        ("RPUSH", f"rq:queue:{QUEUE}~high", "acme-1"),
+        ("ZADD", f"headrace:waiting:{QUEUE}~high", "-1", f"{QUEUE}~high~acme"),
+        ("HSET", f"headrace:lanes:{QUEUE}", "clock1", "0"),
+        ("HSET", "headrace:receipts:w", "acme-1", f"0 {QUEUE}~high~acme"),
+        ("DEL", f"headrace:arrivals:{QUEUE}"),
+        ("DEL", "rq:queues"),
+        ("SADD", "headrace:cancels:w", "bob-1"),
+        ("SADD", "rq:job:bob-1:dependents", "acme-1"),
+        ("PUBLISH", "rq:pubsub:w", "{}"),
+        ("SMEMBERS", "rq:queues"),
+        ("ZREVRANGE", "headrace:batches", "0", "-1"),
+    ],
+)
+def test_a_tenants_user_is_refused_what_is_not_its_own(
+    tenants: dict[str, redis.Redis], command: tuple[str, ...]
+) -> None:
+    with pytest.raises(NoPermissionError):
+        tenants["acme"].execute_command(*command)
+    script = "return redis.call(unpack(ARGV))"
+    with pytest.raises(redis.ResponseError, match=r"permission|can't access|ACL"):
+        tenants["acme"].eval(script, 0, *command)
+
+
+def test_a_tenant_can_not_have_a_worker_write_for_it_what_it_may_not(
+    server: Server, tenants: dict[str, redis.Redis]
+) -> None:
+    """Ids in its lane, batches, tenants and lanes in its jobs: what they say of others is not believed."""
+    client = tenants["acme"]
+    with running_worker(server.client("worker")) as running, tenants_producer(tenants["bob"], "bob") as bob:
+        running.model.gate.clear()
+        theirs = [bob.submit("a", max_tokens=60) for _ in range(6)]
+        wait_until(lambda: [job.status() for job in theirs].count("started") == 4, "bob's jobs to start")
+        bob.submit_many([], batch="bob.night")
+        forged = {
+            "acme-batch": ({"prompt": "a", "max_tokens": 2}, "bob.night"),
+            "acme-tenant": ({"prompt": "a", "max_tokens": 2, "tenant": "bob"}, None),
+            "acme-lane": ({"prompt": "a", "max_tokens": 2}, None),
+        }
+        for job_id, (request, batch) in forged.items():
+            data = json.dumps([TASK, None, [], {"request": request, "batch": batch}])
+            fields = {"status": "queued", "origin": f"{QUEUE}~high~bob", "created_at": "2026-01-01T00:00:00.000000Z"}
+            client.hset(keys.rq_job(job_id), mapping=fields | {"data": data, "group_id": "bob", "timeout": -1})
+            client.rpush(keys.rq_queue(f"{QUEUE}~high~acme"), job_id, *(job.id for job in theirs))
+        client.sadd(keys.arrivals(QUEUE), f"{QUEUE}~high~acme")
+        running.model.gate.set()
+        with tenants_producer(client, "acme") as acme:
+            results = {job_id: acme.job(job_id).result(timeout=20) for job_id in forged}
+        assert {job_id: result.error and result.error.code.value for job_id, result in results.items()} == {
+            "acme-batch": "invalid_request",
+            "acme-tenant": "invalid_request",
+            "acme-lane": None,
+        }
+        assert all(job.result(timeout=20).ok for job in theirs)
+        assert bob.batch("bob.night").progress().done == 0
+        with server.client("admin") as admin:
+            assert admin.zrange(f"rq:failed:{QUEUE}~high~acme", 0, -1) == [b"acme-batch", b"acme-tenant"]
+            assert admin.exists(f"rq:finished:{QUEUE}~high~bob", f"rq:failed:{QUEUE}~high~bob") == 0
+
+
+@pytest.mark.parametrize("user", ["worker", "producer", "submitter", "collector", "tenant-acme"])
 @pytest.mark.parametrize(
     "command",
     [

@@ -280,6 +280,7 @@ def test_stop_job_ends_one_row_and_keeps_its_text(redis_client: redis.Redis) -> 
         stopped = producer.submit("a", max_tokens=60)
         other = producer.submit("a", max_tokens=20)
         wait_until(lambda: {stopped.status(), other.status()} == {"started"}, "both jobs to start")
+        wait_until(lambda: running.model.num_begun, "the first pass to begin")  # in which it gets a token
         send_stop_job_command(redis_client, stopped.id, serializer="json")
         running.model.gate.set()
         result = stopped.result(timeout=20)

@@ -17,9 +17,7 @@ def fences(redis_client: redis.Redis) -> Fences:
 
 
 def claim(fences: Fences, count: int) -> list[bytes | str]:
-    return fences.claim(
-        queue_key=QUEUE, claims_key=CLAIMS, lease_key=LEASE, suspended_key=keys.RQ_SUSPENDED, count=count
-    )
+    return list(fences.claim("q", "w", count).raw_ids)
 
 
 def write(fence: str, member: str) -> FencedWrite:
@@ -104,6 +102,7 @@ def test_a_claim_is_given_back_once_and_while_the_job_waits(
     redis_client.hset(JOB, "status", status)
     if claimed:
         redis_client.rpush(CLAIMS, "job")
-    fences.unclaim([(CLAIMS, "job", JOB, QUEUE)])
+    fences.unclaim([(write(CLAIMS, "job"), QUEUE)])
     assert redis_client.lrange(QUEUE, 0, -1) == queue
+    assert redis_client.exists("written") == claimed
     assert redis_client.llen(CLAIMS) == 0

@@ -136,6 +136,7 @@ def test_a_start_writes_what_rqs_own_methods_write(side: Side, fields: dict[str,
         Execution.create(job, EXECUTION_TTL_S, pipeline=pipeline, worker_name=WORKER)
         job.prepare_for_execution(WORKER, pipeline=pipeline)
         pipeline.persist(job.key)
+        pipeline.hset(job.key, "origin", QUEUE)  # the lane that it came through, whatever its hash says
         pipeline.execute()
     assert_same(ours, side.all_keys())
     assert ours[keys.rq_job(JOB)][1] == -1  # it expired in 77 s

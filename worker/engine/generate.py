@@ -19,6 +19,8 @@ from headrace.worker.engine.sampling import BatchSampling, sample
 from headrace.worker.engine.scheduler import MAX_PROMPT_TOKENS, share_out
 from headrace.worker.engine.stopping import Finish, finish_of
 
+MAX_OVERTAKEN = 7
+
 
 class Model(Protocol):
     """What the loop needs of a model; `Decoder` is one."""
@@ -67,11 +69,17 @@ class Engine:
     def submit(self, row: Row) -> None:
         """Queue a row; it is admitted when a slot is free. It must leave a position to generate in.
 
+        It goes before waiting rows of a higher rank, but each is overtaken MAX_OVERTAKEN times at most.
+
         A row that has tokens already goes on behind them, as if it had never been interrupted, to the bit.
         """
         assert row.prompt_ids
         assert row.length < self.max_context
-        self._waiting.append(row)
+        at = len(self._waiting)
+        while at and self._waiting[at - 1].rank > row.rank and self._waiting[at - 1].num_overtaken < MAX_OVERTAKEN:
+            at -= 1
+            self._waiting[at].num_overtaken += 1
+        self._waiting.insert(at, row)
 
     def end(self, row_id: str, reason: FinishReason) -> bool:
         """Ask for a row to end as it stands (cancelled, timed out); the next step returns it. False: no such row."""

@@ -28,6 +28,8 @@ class Row:
     stopping: StopParams
     strings: StopStrings | None = None
     deadline_s: float | None = None
+    rank: int = 0  # rows of a lower one are admitted before it, if they come while it waits
+    num_overtaken: int = 0
     token_ids: list[int] = field(default_factory=list)
     slot: int = NO_SLOT
     num_cached: int = 0  # positions that are in the cache

@@ -36,7 +36,7 @@ class Surroundings:
     def nothing(self, *arguments: Any) -> list[Any]:
         return []
 
-    in_hand = lost = cancelled = tidy = take_over_expired = nothing
+    in_hand = lost = cancelled = tidy = take_over_expired = announce_lanes = nothing
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from fakes import VOCAB, ConstantModel, FakeClock, HistoryModel, continuation
 
 from headrace.shared.schema import FinishReason
 from headrace.worker.engine import generate
-from headrace.worker.engine.generate import Engine
+from headrace.worker.engine.generate import MAX_OVERTAKEN, Engine
 from headrace.worker.engine.rows import Row, suppress_early_stops
 from headrace.worker.engine.stopping import Finish
 
@@ -514,3 +514,23 @@ def test_a_later_step_that_fails_loses_no_row() -> None:
     with pytest.raises(RuntimeError):
         batch.step()
     assert sorted(each.row_id for each in batch.drop_all()) == ["1", "2"]
+
+
+def test_a_row_of_a_lower_rank_is_admitted_first_but_none_is_overtaken_for_ever() -> None:
+    batch = engine(HistoryModel(), slots=1)
+    waiting = row("waiting", rank=1, max_tokens=1)
+    batch.submit(waiting)
+    urgent = [row(str(number), rank=0, max_tokens=1) for number in range(MAX_OVERTAKEN + 3)]
+    for each in urgent:
+        batch.submit(each)
+    order = [done.row_id for done in drain(batch)]
+    first, last = urgent[:MAX_OVERTAKEN], urgent[MAX_OVERTAKEN:]
+    assert order == [each.row_id for each in (*first, waiting, *last)]
+
+
+def test_rows_of_one_rank_are_admitted_in_order() -> None:
+    batch = engine(HistoryModel(), slots=1)
+    rows = [row(name, rank=rank, max_tokens=1) for name, rank in zip("abcde", (1, 0, 2, 1, 0), strict=True)]
+    for each in rows:
+        batch.submit(each)
+    assert [done.row_id for done in drain(batch)] == ["b", "e", "a", "d", "c"]

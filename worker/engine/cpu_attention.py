@@ -20,7 +20,7 @@ from numba import njit, prange, types
 from numba.extending import overload
 
 from headrace.worker.engine.cpu_numbers import COMPILED, Array, exp, load, store
-from headrace.worker.engine.cpu_vectors import LANES, dot_columns, weigh_rows
+from headrace.worker.engine.cpu_vectors import LANES, dot_columns, max_lanes, sum_lanes, weigh_rows
 
 BLOCK = 32
 _MOST_QUERIES = 7  # whose sums for a block fit into the registers
@@ -114,16 +114,12 @@ def _exponentials(scores: Array, scale: Any, length: Any, padded: Any, shares: A
     """Of each query's first `length` scores, against the largest; one over their sum goes into `shares`."""
     for g in range(len(shares)):
         row = scores[g * padded : (g + 1) * padded]
-        top = np.float32(-3e38)
+        row[length:] = -3e38
+        top = max_lanes(row, padded)
         for p in range(length):
-            top = max(top, row[p])
-        total = np.float32(0)
-        for p in range(length):
-            weight = exp((row[p] - top) * scale)
-            row[p] = weight
-            total += weight
+            row[p] = exp((row[p] - top) * scale)
         row[length:] = 0
-        shares[g] = np.float32(1) / total
+        shares[g] = np.float32(1) / sum_lanes(row, padded)
 
 
 def _as_elements(weights: Array, like: Array) -> Any:

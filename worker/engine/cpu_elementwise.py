@@ -13,6 +13,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from headrace.worker.engine.cpu_numbers import COMPILED, Array, as_array, exp, load, store
+from headrace.worker.engine.cpu_vectors import LANES, sum_lanes
 
 _WITHOUT_SIGN = np.int32(0x7FFFFFFF)
 _INFINITY_BITS = np.int32(0x7F800000)
@@ -33,13 +34,13 @@ def _gated_silu(gate_up: Array, output: Array) -> None:
 @njit(**COMPILED)  # type: ignore[untyped-decorator]
 def _add_and_norm(hidden: Array, update: Array, weight: Array, eps: Any, added: Array, normed: Array) -> None:
     width = hidden.shape[1]
+    padded = (width + LANES - 1) // LANES * LANES
     for row in prange(hidden.shape[0]):
-        squares = np.float32(0)
+        squares = np.zeros(padded, np.float32)
         for i in range(width):
             added[row, i] = store(load(hidden[row, i]) + load(update[row, i]), added[0, 0])
-            value = load(added[row, i])
-            squares += value * value
-        scale = np.float32(1) / np.sqrt(squares / np.float32(width) + eps)
+            squares[i] = load(added[row, i]) * load(added[row, i])
+        scale = np.float32(1) / np.sqrt(sum_lanes(squares, padded) / np.float32(width) + eps)
         for i in range(width):
             normed[row, i] = store(load(added[row, i]) * scale * load(weight[i]), normed[0, 0])
 

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Array = NDArray[Any]
-# How kernels are compiled.
+# How kernels are compiled. Sums keep their order ("fastmath" would let them go): what the compiler makes of a kernel in
+# the process that compiles it and what it keeps on disk for the next are optimized apart, and would differ in bits.
 COMPILED: dict[str, Any] = {
     "parallel": True,
-    "fastmath": True,
+    "fastmath": {"contract"},
     "boundscheck": False,
     "error_model": "numpy",
     "cache": True,

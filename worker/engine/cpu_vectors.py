@@ -86,6 +86,48 @@ def weigh_rows(
     return types.void(*arguments), emit
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def sum_lanes(typing: Any, values: Any, count: Any) -> Any:
+    """The sum of the first `count` of a flat float32 array, `count` a multiple of LANES; always in the same order."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _reduced(_Arguments(context, builder, signature, arguments), 0.0, builder.fadd)
+
+    return types.float32(values, count), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def max_lanes(typing: Any, values: Any, count: Any) -> Any:
+    """The largest of the first `count` of a flat float32 array, NaN left out, at least -3e38; as `sum_lanes`."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def larger(one: Any, other: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", other, one), other, one)
+
+        return _reduced(_Arguments(context, builder, signature, arguments), -3e38, larger)
+
+    return types.float32(values, count), emit
+
+
+def _reduced(a: _Arguments, start: float, combine: Any) -> Any:
+    """All vectors into one, lane by lane, and then its halves, quarters and so on."""
+    builder, values = a.builder, a.pointer(0, None)
+    place = cgutils.alloca_once(builder, _VECTOR)
+    builder.store(ir.Constant(_VECTOR, [start] * LANES), place)
+    with cgutils.for_range(builder, builder.sdiv(a.values[1], _I64(LANES))) as loop:
+        vector = _load(builder, builder.gep(values, [builder.mul(loop.index, _I64(LANES))]))
+        builder.store(combine(builder.load(place), vector), place)
+    whole, width = builder.load(place), LANES
+    while width > 1:
+        width //= 2
+        low, high = (
+            builder.shuffle_vector(whole, whole, ir.Constant(ir.VectorType(_I32, width), list(range(at, at + width))))
+            for at in (0, width)
+        )
+        whole = combine(low, high)
+    return builder.extract_element(whole, _I32(0))
+
+
 def _weighed_sums(
     builder: Any, factors: tuple[Any, Any], rows: Any, ahead: Any, length: Any, width: int, num: int, wide: int
 ) -> list[list[_Total]]:
@@ -125,12 +167,12 @@ class _Arguments:
     """The arguments of a call, as pointers."""
 
     def __init__(self, context: Any, builder: Any, signature: Any, values: Any) -> None:
-        self._context, self._builder, self._types, self._values = context, builder, signature.args, values
+        self._context, self.builder, self._types, self.values = context, builder, signature.args, values
 
-    def pointer(self, array: int, offset: int) -> Any:
-        """To an element of the flat array that is argument `array`; argument `offset` says to which."""
-        data = self._context.make_array(self._types[array])(self._context, self._builder, self._values[array]).data
-        return self._builder.gep(data, [self._values[offset]])
+    def pointer(self, array: int, offset: int | None) -> Any:
+        """To an element of the flat array that is argument `array`; argument `offset` says which, None: the first."""
+        data = self._context.make_array(self._types[array])(self._context, self.builder, self.values[array]).data
+        return data if offset is None else self.builder.gep(data, [self.values[offset]])
 
 
 class _Total:

@@ -30,7 +30,8 @@ from headrace.worker.keeper import Keeper
 from headrace.worker.lease import Lease
 from headrace.worker.memory import is_out_of_memory, release_unused_memory
 from headrace.worker.recovery import Recovery
-from headrace.worker.rq_adapter import RqWorker, Running
+from headrace.worker.rq_adapter.jobs import Running
+from headrace.worker.rq_adapter.worker import RqWorker
 from headrace.worker.runner import Runner
 from headrace.worker.settings import QueueSettings
 from headrace.worker.settle import Returned, Settler, unforeseen

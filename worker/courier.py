@@ -25,7 +25,8 @@ from headrace.worker.intake import Intake
 from headrace.worker.lanes import Receipt
 from headrace.worker.lease import Lease
 from headrace.worker.recovery import readable_claims
-from headrace.worker.rq_adapter import RqWorker, Running
+from headrace.worker.rq_adapter.jobs import Running
+from headrace.worker.rq_adapter.worker import RqWorker
 from headrace.worker.runner import Runner
 from headrace.worker.settings import QueueSettings
 from headrace.worker.settle import Held, Returned, Settler, place_of, unforeseen
@@ -234,7 +235,7 @@ class Courier:
                 logger.warning("job %s has moved on, or can't be written; its result from here was refused", row.row_id)
         for _ in rows:
             self._done.popleft()
-        self._rq.after_commit(self._committed)
+        self._rq.writes.after_commit(self._committed)
         self._committed.clear()
         return len(rows)
 
@@ -308,7 +309,7 @@ class Courier:
             return prepared
         self._one_alone = True
         back = [held.running for _, held in reversed(prepared) if held is not None and held is not last[0]]
-        self._fences.unclaim([self._rq.unclaim(r.job_id, self._claims_key, r.lane, r.receipt) for r in back])
+        self._fences.unclaim([self._rq.writes.unclaim(r.job_id, self._claims_key, r.lane, r.receipt) for r in back])
         return [(write, held) for write, held in prepared if held is None or (held is last[0] and not self._held)]
 
     def _started(self, prepared: Sequence[tuple[Write, Held | None]]) -> list[Held]:
@@ -321,7 +322,7 @@ class Courier:
             verdicts = self._fences.start([write for write, _ in prepared])
             jobs = [(held, verdict) for (_, held), verdict in zip(prepared, verdicts, strict=True) if held is not None]
             doubtful = [held for held, verdict in jobs if verdict is Verdict.REFUSED]
-            confirmed = self._fences.finish([self._rq.add(held.running, []) for held in doubtful])
+            confirmed = self._fences.finish([self._rq.writes.add(held.running, []) for held in doubtful])
         except redis.RedisError:
             lost = [held for _, held in prepared if held is not None and held.row.row_id not in self._held]
             self._take_in_hand(lost)

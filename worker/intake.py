@@ -19,7 +19,8 @@ from headrace.worker.engine.rows import Row, now_s
 from headrace.worker.engine.stopping import Finish
 from headrace.worker.fence import Fences, Write, execute
 from headrace.worker.lanes import Receipt
-from headrace.worker.rq_adapter import Claimed, MalformedJob, RqWorker
+from headrace.worker.rq_adapter.jobs import Claimed, MalformedJob
+from headrace.worker.rq_adapter.worker import RqWorker
 from headrace.worker.runner import Rejected, Runner, deadline
 from headrace.worker.settle import Held, Settler, place_of, unforeseen
 
@@ -71,7 +72,7 @@ class Intake:
         body: Any = None
         batch: str | None = None
         try:
-            claimed = self._rq.read(job_id, fields, receipt)
+            claimed = self._rq.jobs.read(job_id, fields, receipt)
             payload = decode_payload(claimed.data, self._runner.limits.payload_bytes)
             body = payload.request
             check_batch_of(claimed.lane.tenant, payload.batch)
@@ -81,7 +82,7 @@ class Intake:
             row = self._row(request, claimed, checkpoint)
             row.rank = PRIORITIES.index(claimed.lane.priority)
             row.finish = _over_before_start(claimed, row)
-            running, write = self._rq.start(claimed, self._claims_key)
+            running, write = self._rq.writes.start(claimed, self._claims_key)
         except Exception as error:  # whatever it is, one bad job must not stop the others
             info = _refusal(error, job_id)
             refused = self._settler.rejected(

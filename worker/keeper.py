@@ -14,7 +14,9 @@ from headrace.worker.courier import Courier
 from headrace.worker.engine.rows import now_s
 from headrace.worker.lease import Lease
 from headrace.worker.recovery import Recovery
-from headrace.worker.rq_adapter import EXECUTION_TTL_S, RqWorker, Running
+from headrace.worker.rq_adapter.jobs import Running
+from headrace.worker.rq_adapter.worker import RqWorker
+from headrace.worker.rq_adapter.writes import EXECUTION_TTL_S
 
 logger = logging.getLogger("headrace.worker")
 

@@ -16,7 +16,8 @@ from headrace.shared.schema import ErrorCode, ErrorInfo
 from headrace.worker.fence import FencedWrite, Fences, Verdict, execute
 from headrace.worker.lanes import Claims, Receipt, read_claims
 from headrace.worker.lease import dead_workers
-from headrace.worker.rq_adapter import RqWorker, Running, job_id_of
+from headrace.worker.rq_adapter.jobs import Running, job_id_of
+from headrace.worker.rq_adapter.worker import RqWorker
 from headrace.worker.settle import Settler
 
 logger = logging.getLogger("headrace.worker")
@@ -80,7 +81,7 @@ class Recovery:
                 pipeline.hget(keys.rq_job(job_id), "origin")
             origins = execute(pipeline)
         writes = [
-            self._rq.unclaim(job_id, claims_key, receipt.lane if receipt else self._lane_of(origin), receipt)
+            self._rq.writes.unclaim(job_id, claims_key, receipt.lane if receipt else self._lane_of(origin), receipt)
             for (job_id, receipt), origin in zip(claimed, origins, strict=True)
         ]
         return sum(verdict is Verdict.DONE for verdict in self._fences.unclaim(list(reversed(writes))))
@@ -98,7 +99,7 @@ class Recovery:
         # How far it came is not known: what its lane was charged stands.
         charge = running.receipt.forget(running.job_id) if running.receipt else []
         if blame < self._max_crashes:
-            return self._rq.hand_back(running, charge, blame=blame)
+            return self._rq.writes.hand_back(running, charge, blame=blame)
         text = f"{blame} workers died while running this job, which got no further; it is not tried again"
         try:
             payload = decode_payload(running.data)

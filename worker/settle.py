@@ -17,7 +17,8 @@ from headrace.worker.checkpoint import encode_checkpoint
 from headrace.worker.engine.rows import Row
 from headrace.worker.fence import Command, FencedWrite, Write
 from headrace.worker.lanes import Receipt
-from headrace.worker.rq_adapter import RqWorker, Running
+from headrace.worker.rq_adapter.jobs import Running
+from headrace.worker.rq_adapter.worker import RqWorker
 from headrace.worker.runner import Runner, computed_tokens, error_of, timing, usage
 
 
@@ -67,7 +68,8 @@ class Settler:
     """
 
     def __init__(self, rq: RqWorker, runner: Runner, *, result_ttl_s: int, max_crashes: int) -> None:
-        self._rq = rq
+        self._worker_name = rq.name
+        self._writes = rq.writes
         self._runner = runner
         self._ttl_s = result_ttl_s
         self._max_crashes = max_crashes
@@ -77,10 +79,10 @@ class Settler:
         result = self.result(held, row)
         charge = _settle_charge(held)
         if result.error is None:
-            return self._rq.succeed(held.running, _return_value(result), result, self._ttl_s, charge)
+            return self._writes.succeed(held.running, _return_value(result), result, self._ttl_s, charge)
         stopped = result.error.code is ErrorCode.CANCELLED
         extra = [*outcome_commands(result, self._ttl_s), *charge]
-        return self._rq.fail(held.running, _describe(result.error), extra, stopped=stopped)
+        return self._writes.fail(held.running, _describe(result.error), extra, stopped=stopped)
 
     def result(self, held: Held, row: Row) -> Result:
         """The result of a row that is done."""
@@ -92,7 +94,7 @@ class Settler:
             outputs=[] if row.error is not None else [self._runner.output(row)],
             usage=usage(row, num_resumed=held.num_resumed),
             timing=timing(row, held.queued_s),
-            worker=self._rq.name,
+            worker=self._worker_name,
             attempt=held.running.crashes + 1,
             error=error_of(row),
             metadata=held.request.metadata,
@@ -107,7 +109,7 @@ class Settler:
 
     def checkpoint(self, held: Held, token_ids: Sequence[int]) -> FencedWrite:
         """The write that notes how far a running job is."""
-        return self._rq.add(held.running, [self._checkpoint(held, token_ids), *self._rq.forgive(held.running)])
+        return self._writes.add(held.running, [self._checkpoint(held, token_ids), *self._writes.forgive(held.running)])
 
     def returned(self, held: Held, returned: Returned) -> FencedWrite:
         """The write that puts a running job back with its tokens so far, or gives it up."""
@@ -123,7 +125,7 @@ class Settler:
         extra = [self._checkpoint(held, token_ids)] if token_ids else []
         if (receipt := held.running.receipt) is not None:
             extra += receipt.give_back(held.running.job_id, held.computed_tokens)
-        return self._rq.hand_back(held.running, extra, blame=blame)
+        return self._writes.hand_back(held.running, extra, blame=blame)
 
     def is_last_attempt(self, running: Running) -> bool:
         """True if a job is given up should its worker die, or hang, once more."""
@@ -151,7 +153,7 @@ class Settler:
         """The write for a claimed job that can't be run. `body` is its request as far as it could be read."""
         result = self._without_output(job_id, error, batch=batch, body=body)
         extra = outcome_commands(result, self._ttl_s)
-        return self._rq.reject(job_id, _describe(error), claims_key, extra, receipt)
+        return self._writes.reject(job_id, _describe(error), claims_key, extra, receipt)
 
     def given_up(
         self, running: Running, error: ErrorInfo, *, batch: str | None, body: Any, charge: Sequence[Command]
@@ -159,7 +161,7 @@ class Settler:
         """The write for a running job that is not tried again. `charge` settles what its lane was charged."""
         attempt = running.crashes + 1
         result = self._without_output(running.job_id, error, batch=batch, body=body, attempt=attempt)
-        return self._rq.fail(running, _describe(error), [*outcome_commands(result, self._ttl_s), *charge])
+        return self._writes.fail(running, _describe(error), [*outcome_commands(result, self._ttl_s), *charge])
 
     def _without_output(
         self, job_id: str, error: ErrorInfo, *, batch: str | None, body: Any, attempt: int = 1
@@ -170,7 +172,7 @@ class Settler:
             job_id=job_id,
             batch=batch,
             model=self._runner.model_name,
-            worker=self._rq.name,
+            worker=self._worker_name,
             attempt=attempt,
             error=error,
         )

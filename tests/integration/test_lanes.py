@@ -126,7 +126,9 @@ def test_a_dead_workers_jobs_return_to_the_front_of_their_lanes(client: redis.Re
                 assert set(waiting(client, lane)) | set(started(client, lane)) == {job.id for job in jobs}
                 assert waiting(client, lane)[-3:] == [job.id for job in jobs[5:]]
                 assert waiting(client, QUEUE) == [behind.id]
-                assert client.exists(keys.receipts(dead.worker.name)) == 0
+                wait_until(
+                    lambda: client.exists(keys.receipts(dead.worker.name)) == 0, "the dead worker to be forgotten"
+                )
                 successor.model.gate.set()
                 results = [job.result(timeout=30) for job in (*jobs, behind)]
             dead.model.gate.set()

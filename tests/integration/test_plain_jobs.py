@@ -18,9 +18,12 @@ from headrace.shared import keys
 from headrace.shared.job import job_hash
 from headrace.shared.outcome import outcome_commands
 from headrace.shared.schema import FinishReason, Output, Request, Result, Usage
-from headrace.worker import plain_jobs, rq_adapter
+from headrace.worker import plain_jobs
 from headrace.worker.fence import FencedWrite, Fences, ScriptedWrite, Verdict, commands_of
-from headrace.worker.rq_adapter import EXECUTION_TTL_S, RqWorker, Running
+from headrace.worker.rq_adapter import writes as rq_writes
+from headrace.worker.rq_adapter.jobs import Running
+from headrace.worker.rq_adapter.worker import RqWorker
+from headrace.worker.rq_adapter.writes import EXECUTION_TTL_S
 
 QUEUE, WORKER, JOB, BATCH = "headrace-fake", "w", "job1", "b"
 CLAIMS = keys.claims(WORKER)
@@ -42,12 +45,12 @@ class Side:
         self.fences = Fences(client)
         self.rq = RqWorker(QUEUE, WORKER, client, self.fences, on_stop=print, on_shutdown=print)
         self._monkeypatch = monkeypatch
-        for module in (rq.executions, rq_adapter):
+        for module in (rq.executions, rq_writes):
             monkeypatch.setattr(module, "uuid4", lambda: FixedId("e" * 32))
         self.set_clock(STARTED)
 
     def set_clock(self, moment: datetime) -> None:
-        for module in (rq.utils, rq.executions, rq.job, rq_adapter):
+        for module in (rq.utils, rq.executions, rq.job, rq_writes):
             self._monkeypatch.setattr(module, "now", lambda: moment)
 
     def put(self, fields: dict[str, Any], job_id: str = JOB) -> None:
@@ -61,7 +64,7 @@ class Side:
         self.client.hset(f"rq:worker:{WORKER}", mapping={"successful_job_count": 4, "total_working_time": 1.5})
 
     def start(self, job_id: str = JOB) -> tuple[Running, ScriptedWrite]:
-        return self.rq.start(self.rq.read(job_id, self.client.hgetall(keys.rq_job(job_id))), CLAIMS)
+        return self.rq.writes.start(self.rq.jobs.read(job_id, self.client.hgetall(keys.rq_job(job_id))), CLAIMS)
 
     def started(self, job_id: str = JOB) -> Running:
         running, write = self.start(job_id)
@@ -69,7 +72,7 @@ class Side:
         return running
 
     def succeed(self, running: Running, *, batch: str | None = BATCH) -> Verdict:
-        write = self.rq.succeed(running, RETURNED, a_result(running.job_id, batch), TTL_S)
+        write = self.rq.writes.succeed(running, RETURNED, a_result(running.job_id, batch), TTL_S)
         assert isinstance(write, ScriptedWrite)
         (verdict,) = self.fences.finish([write])
         return verdict
@@ -160,7 +163,7 @@ def test_a_success_writes_what_rqs_own_methods_and_the_outcome_write(
     running = side.started()
     running.job.ended_at = ENDED
     side.set_clock(ENDED)
-    write = side.rq._succeed_as_rq_does(running, RETURNED, outcome_commands(a_result(JOB, batch), TTL_S))
+    write = side.rq.writes._succeed_as_rq_does(running, RETURNED, outcome_commands(a_result(JOB, batch), TTL_S))
     assert side.fences.finish([write]) == [Verdict.DONE]
     assert_same(ours, side.all_keys())
     worker = ours[f"rq:worker:{WORKER}"][0]
@@ -187,7 +190,7 @@ def test_a_job_that_others_wait_for_says_so_and_their_list_expires_with_it(side:
 @pytest.mark.parametrize("changes", [{"result_ttl": 0}, {"result_ttl": -1}, {"rate_limit_key": "k"}])
 def test_a_job_that_is_not_plain_ends_through_rqs_methods(side: Side, changes: dict[str, Any]) -> None:
     side.put(fields_of(**changes, rate_limit_concurrency=2))
-    write = side.rq.succeed(side.started(), RETURNED, a_result(JOB, BATCH), TTL_S)
+    write = side.rq.writes.succeed(side.started(), RETURNED, a_result(JOB, BATCH), TTL_S)
     assert isinstance(write, FencedWrite)
     assert side.fences.finish([write]) == [Verdict.DONE]
     assert side.client.exists(keys.rq_job(JOB)) == (changes.get("result_ttl") != 0)
@@ -207,8 +210,10 @@ def test_each_job_of_a_call_has_its_own_verdict(side: Side) -> None:
 
     side.client.hset(keys.rq_job("job30"), "status", "canceled")
     side.client.set("rq:results:job40", "not a stream")
-    writes = [side.rq.succeed(running, RETURNED, a_result(running.job_id, BATCH), TTL_S) for running, _ in prepared]
-    writes[50] = side.rq.add(prepared[50][0], [("SET", "beside", 1)])
+    writes = [
+        side.rq.writes.succeed(running, RETURNED, a_result(running.job_id, BATCH), TTL_S) for running, _ in prepared
+    ]
+    writes[50] = side.rq.writes.add(prepared[50][0], [("SET", "beside", 1)])
     expected |= {"job20": Verdict.REFUSED, "job30": Verdict.REFUSED, "job40": Verdict.BROKEN, "job50": Verdict.DONE}
     assert side.fences.finish(writes) == [expected.get(job_id, Verdict.DONE_FOR_NONE) for job_id in job_ids]
     assert side.client.hget(keys.batch(BATCH), "completed") == str(1 + 100 - 5).encode()
@@ -219,7 +224,7 @@ def test_each_job_of_a_call_has_its_own_verdict(side: Side) -> None:
 def test_an_error_that_is_not_a_jobs_own_is_raised(side: Side) -> None:
     side.put(fields_of())
     running = side.started()
-    broken_server = side.rq.add(running, [("NO-SUCH-COMMAND",)])
+    broken_server = side.rq.writes.add(running, [("NO-SUCH-COMMAND",)])
     with pytest.raises(redis.ResponseError, match=r"(?i)unknown"):
         side.fences.finish([broken_server])
 

@@ -6,11 +6,17 @@ import random
 
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
+_RANDOM = random.Random()  # the program's own random numbers, which it may have seeded, are not ours to draw
+
+
+def jittered(pause_s: float, least: float = 0.5) -> float:
+    """A pause cut at random to between `least` and all of it, so that many clients don't keep coming together."""
+    return pause_s * _RANDOM.uniform(least, 1.0)
 
 
 class Backoff:
-    """Pauses that double from FIRST_PAUSE_S to MAX_PAUSE_S, each cut by up to a half at random, so that many clients
-    that have lost their server together don't come back together."""
+    """Pauses that double from FIRST_PAUSE_S to MAX_PAUSE_S, each cut by up to a half at random: many clients that have
+    lost their server together should not come back together."""
 
     def __init__(self) -> None:
         self._longest_s = 0.0
@@ -18,7 +24,7 @@ class Backoff:
     def next_s(self) -> float:
         """How long to wait before the next attempt."""
         self._longest_s = min(MAX_PAUSE_S, max(FIRST_PAUSE_S, 2 * self._longest_s))
-        return self._longest_s * random.uniform(0.5, 1.0)
+        return jittered(self._longest_s)
 
     def reset(self) -> bool:
         """Begin anew, since an attempt went well. True if some had failed before it."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable
 
 import redis
 
+from headrace.shared.backoff import jittered
 from headrace.shared.outages import is_passing, trouble
 from headrace.worker.courier import Courier
 from headrace.worker.engine.rows import now_s
@@ -74,7 +74,7 @@ class Keeper:
     def _run(self) -> None:
         while not self._halt.is_set():
             self.try_to_look()
-            self._halt.wait(min(_LOOK_S, self._beat_s) * random.uniform(0.75, 1.0))
+            self._halt.wait(jittered(min(_LOOK_S, self._beat_s), 0.75))
 
     def try_to_look(self) -> None:
         """As `look`; whatever goes wrong is met again at the next one."""

@@ -16,7 +16,7 @@ from typing import Any
 import redis
 from redis.client import Pipeline
 from redis.commands.core import Script
-from redis.exceptions import ResponseError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 
 from headrace.shared import keys
 from headrace.shared.connection import as_text
@@ -236,13 +236,17 @@ def _is_wrong_key(error: str) -> bool:
 _WRONG_KEY = ("WRONGTYPE", "not an integer", "would overflow", "invalid expire time")
 
 
+# As redis-py has them where the server refuses the whole script and not a command in it.
+_PASSING_KINDS = {"OOM": OutOfMemoryError, "READONLY": ReadOnlyError}
+
+
 def _verdict(job_key: str, answer: int | bytes | str | ResponseError) -> Verdict:
     """What a script answered for a job. Raises ResponseError for an error that is not the job's own fault."""
     if isinstance(answer, int):
         return Verdict(answer)
     error = as_text(answer) if isinstance(answer, bytes | str) else str(answer)
     if not _is_wrong_key(error):
-        raise ResponseError(error)
+        raise _PASSING_KINDS.get(error.partition(" ")[0], ResponseError)(error)
     logger.error("a write for %s failed: %s", job_key, error)
     return Verdict.BROKEN
 

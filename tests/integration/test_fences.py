@@ -6,7 +6,8 @@ import pytest
 import redis
 
 from headrace.shared import keys
-from headrace.worker.fence import FencedWrite, Fences, Verdict
+from headrace.shared.outages import is_passing
+from headrace.worker.fence import FencedWrite, Fences, ScriptedWrite, Verdict
 
 QUEUE, CLAIMS, LEASE, WIP, JOB = "rq:queue:q", keys.claims("w"), keys.lease("w"), "rq:wip:q", keys.rq_job("job")
 
@@ -106,3 +107,15 @@ def test_a_claim_is_given_back_once_and_while_the_job_waits(
     assert redis_client.lrange(QUEUE, 0, -1) == queue
     assert redis_client.exists("written") == claimed
     assert redis_client.llen(CLAIMS) == 0
+
+
+@pytest.mark.parametrize(
+    "answer", ["OOM command not allowed when used memory > 'maxmemory'.", "READONLY You can't write against a replica."]
+)
+def test_what_the_server_refuses_for_now_in_the_middle_of_a_script_is_an_error_that_passes(
+    fences: Fences, answer: str
+) -> None:
+    script = f"""local function one(at) error({{err = "{answer}"}}) end"""
+    with pytest.raises(redis.RedisError) as found:
+        fences.finish([ScriptedWrite(script=script, job_key=JOB, common=(), words=("job",))])
+    assert is_passing(found.value)

@@ -56,6 +56,12 @@ class RealWorkers:
         self._processes[number].kill()
         self._processes[number].join()
 
+    def terminate(self, number: int) -> int | None:
+        """Stop one in good order; returns its exit code."""
+        self._processes[number].terminate()
+        self._processes[number].join(PATIENCE_S)
+        return self._processes[number].exitcode
+
     def stop(self) -> None:
         for number in range(len(self._processes)):
             self.kill(number)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any
+
+from faults.loop_thread import LoopThread
 
 LENGTH_LIMIT = 2**20
 
@@ -34,10 +34,8 @@ class Proxy:
         self._delay_s = 0.0
         self.num_commands = 0
         self.num_cuts = 0
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._run(self._start())
+        self._thread = LoopThread()
+        self._thread.run(self._start())
         self.url = f"unix://{path}"
 
     def cut_at(self, number: int, where: Cut) -> None:
@@ -57,10 +55,8 @@ class Proxy:
         self._call(lambda: self._open.set())
 
     def close(self) -> None:
-        self._run(self._end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._call(lambda: self._server.close())
+        self._thread.close()
 
     # In the loop
 
@@ -68,13 +64,6 @@ class Proxy:
         self._open = asyncio.Event()
         self._open.set()
         self._server = await asyncio.start_unix_server(self._serve, self._path)
-
-    async def _end(self) -> None:
-        self._server.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _set_cut(self, number: int, where: Cut) -> None:
         self.num_commands = 0
@@ -125,11 +114,8 @@ class Proxy:
 
     # From other threads
 
-    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
-
     def _call(self, change: Callable[[], None]) -> None:
         async def run() -> None:
             change()
 
-        self._run(run())
+        self._thread.run(run())

@@ -6,12 +6,12 @@ import asyncio
 import shutil
 import ssl
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
+from faults.loop_thread import LoopThread
 from worker_harness import MODEL, running_worker
 
 from headrace.producer import AsyncProducer, Producer
@@ -49,25 +49,16 @@ class TlsProxy:
 
     def __init__(self, context: ssl.SSLContext, target: str) -> None:
         self._target = target
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        start = asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=context)
-        self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result(10)
+        self._thread = LoopThread()
+        self._server = self._thread.run(asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=context))
         self.port = self._server.sockets[0].getsockname()[1]
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.run(self._stop_listening())
+        self._thread.close()
 
-    async def _end(self) -> None:
+    async def _stop_listening(self) -> None:
         self._server.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from_server, to_server = await asyncio.open_unix_connection(self._target)

@@ -50,7 +50,8 @@ class Intake:
     def prepare(self, claims: Sequence[tuple[str, Receipt | None]]) -> list[tuple[Write, Held | None]]:
         """For each claimed job the write that starts it, and the job in hand; or the write that refuses it, and None.
 
-        Jobs that are gone are dropped from the claim list. One round trip, whatever the number.
+        Jobs that are gone are dropped from the claim list. One round trip, whatever the number, and one for each of
+        those.
         """
         with self._connection.pipeline(transaction=False) as pipeline:
             for job_id, _ in claims:

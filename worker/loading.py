@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from headrace.worker.engine.config import ModelConfig
+from headrace.worker.engine.cuda_graphs import GraphedDecoder
 from headrace.worker.engine.generate import Engine
 from headrace.worker.engine.placement import (
     choose_device,
@@ -43,7 +44,8 @@ def load(settings: EngineSettings) -> Loaded:
     max_context = choose_max_context(settings.max_context, config)
     codec = TextCodec.load(files.folder)
     int8 = choose_int8(settings.quantization, device)
-    model = load_decoder(files.folder, config, max_context=max_context, dtype=dtype, device=device, int8=int8)
+    decoder = load_decoder(files.folder, config, max_context=max_context, dtype=dtype, device=device, int8=int8)
+    model = GraphedDecoder(decoder) if device.type == "cuda" else decoder
     slots = choose_slots(settings.slots, config, max_context=max_context, dtype=dtype, device=device)
     cache = make_cache(config, num_slots=slots, max_context=max_context, dtype=dtype, device=device)
     logger.info(

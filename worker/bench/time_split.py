@@ -16,6 +16,7 @@ import torch
 
 from headrace.shared.engine_report import Seconds, Steps
 from headrace.worker.engine import generate
+from headrace.worker.engine.cuda_graphs import GraphedDecoder
 from headrace.worker.engine.generate import Engine
 from headrace.worker.engine.kv_cache import KVCache
 from headrace.worker.engine.linear import Linear
@@ -32,6 +33,8 @@ _SAMPLING = "sampling"
 def decoder_of(engine: Engine) -> Decoder:
     """The model that an engine runs."""
     model = engine._model
+    if isinstance(model, GraphedDecoder):
+        return model.decoder
     assert isinstance(model, Decoder)
     return model
 
@@ -80,7 +83,8 @@ class _CudaClock:
 class SplitEngine:
     """Splits an engine's time, as a context manager; on leaving it the engine is as it was.
 
-    Counted is the time in which the engine has rows: its steps, and what its caller does between them.
+    Counted is the time in which the engine has rows: its steps, and what its caller does between them. Of a captured
+    graph there is no inside: the time of its attention and products is that of `other`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -88,6 +92,7 @@ class SplitEngine:
         self._clock: _Clock = _CudaClock() if cache_of(engine).keys.device.type == "cuda" else _HostClock()
         self._spans: list[tuple[str, Any, Any]] = []  # of the step that runs
         self._pass_tokens = 0
+        self._passes = 0  # of the step: parts that run side by side
         self._parts: Counter[str] = Counter()
         self._busy_s = 0.0
         self._busy_since: float | None = None
@@ -96,16 +101,17 @@ class SplitEngine:
         self._undo = ExitStack()
 
     def __enter__(self) -> SplitEngine:
-        model, cache = decoder_of(self._engine), cache_of(self._engine)
+        model, cache = self._engine._model, cache_of(self._engine)
         self._engine.counts = generate.StepCounts()
         self._replace(self._engine, "step", self._step)
         self._replace(self._engine, "submit", self._submit)
         self._replace(model, "forward", self._passing)
         self._replace(generate, "sample", self._timed(_SAMPLING))
-        self._replace(cache, "attend", self._timed(_ATTENTION))
-        for module in model.modules():
-            if isinstance(module, Linear):
-                self._replace(module, "forward", self._timed(_MATRIX_PRODUCTS))
+        if isinstance(model, Decoder):
+            self._replace(cache, "attend", self._timed(_ATTENTION))
+            for module in model.modules():
+                if isinstance(module, Linear):
+                    self._replace(module, "forward", self._timed(_MATRIX_PRODUCTS))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -153,7 +159,8 @@ class SplitEngine:
 
         @wraps(forward)
         def passed(tokens: PackedTokens, cache: KVCache) -> Any:
-            self._pass_tokens = len(tokens.token_ids)
+            self._pass_tokens += len(tokens.token_ids)
+            self._passes += 1
             return timed(tokens, cache)
 
         return passed
@@ -163,7 +170,7 @@ class SplitEngine:
             counts = self._engine.counts
             start_s = time.perf_counter() if self._busy_since is None else self._busy_since
             steps, rows, prompt_tokens = counts.steps, counts.row_steps, counts.prompt_tokens
-            self._pass_tokens = 0
+            self._pass_tokens = self._passes = 0
             done = step()
             self._clock.settle()
             end_s = time.perf_counter()
@@ -177,11 +184,14 @@ class SplitEngine:
         return stepped
 
     def _share_out(self, prompt_tokens: int) -> None:
-        """Add the step's times: of those within the pass, prefill has the prompts' share and the parts the rest."""
+        """Add the step's times: of those within the pass, prefill has the prompts' share and the parts the rest.
+
+        Of passes side by side each has its share of the cores, and so of the time.
+        """
         prefill = prompt_tokens / self._pass_tokens if self._pass_tokens else 0.0
         shares = {_PREFILL: prefill, _ATTENTION: 1 - prefill, _MATRIX_PRODUCTS: 1 - prefill, _SAMPLING: 1.0}
         for part, start, end in self._spans:
-            self._parts[part] += shares[part] * self._clock.between_s(start, end)  # type: ignore[assignment]
+            self._parts[part] += shares[part] * self._clock.between_s(start, end) / self._passes  # type: ignore[assignment]
         self._spans.clear()
 
     def _submit(self, submit: Callable[[Row], None]) -> Callable[[Row], None]:

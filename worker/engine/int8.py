@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.worker.engine.elementwise import quantize_rows, scale_rows
 
 ZERO_POINT = 128
-_TYPICAL_ROWS = 128
+TYPICAL_ROWS = 128  # what packed weights are ordered for; any number of rows gives the same bits
 
 
 def is_supported(device: torch.device) -> bool:
@@ -31,7 +31,7 @@ class Int8Product:
         wide = weight.float()
         self._scales = wide.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
         rounded = (wide / self._scales[:, None]).round().to(torch.int8)
-        self._weight = torch.ops.onednn.qlinear_prepack(rounded, [_TYPICAL_ROWS, weight.shape[1]])
+        self._weight = torch.ops.onednn.qlinear_prepack(rounded, [TYPICAL_ROWS, weight.shape[1]])
         self._zeros = torch.zeros(len(weight), dtype=torch.int64)
         self._bias = None if bias is None else bias.float()
 

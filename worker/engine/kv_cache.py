@@ -12,7 +12,10 @@ from headrace.worker.engine.rope import rotate
 
 
 class KVCache:
-    """Keys and values of `num_slots` rows of up to `max_context` positions each."""
+    """Keys and values of `num_slots` rows of up to `max_context` positions each.
+
+    Behind them lie `spare_slots`, for tokens that are computed though no row needs them.
+    """
 
     def __init__(
         self,
@@ -22,8 +25,10 @@ class KVCache:
         max_context: int,
         dtype: torch.dtype,
         device: torch.device,
+        spare_slots: int = 0,
     ) -> None:
         self.num_slots = num_slots
+        self._all_slots = num_slots + spare_slots
         self.max_context = max_context
         self.device = device
         self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
@@ -35,12 +40,12 @@ class KVCache:
 
     def _shapes(self, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of the keys and of the values: both (L, slots, K, S, D) here."""
-        shape = (config.num_layers, self.num_slots, config.num_kv_heads, self.max_context, config.head_dim)
+        shape = (config.num_layers, self._all_slots, config.num_kv_heads, self.max_context, config.head_dim)
         return shape, shape
 
     @property
     def num_bytes(self) -> int:
-        """What the cache takes: 2 x L x K x positions x D x bytes a value, positions over all slots."""
+        """What the cache takes: 2 x L x K x positions x D x bytes a value, positions over all slots, spare ones too."""
         return self.keys.nbytes + self.values.nbytes
 
     def attend(self, layer: int, mixed: Tensor, rotations: Tensor, tokens: PackedTokens) -> Tensor:

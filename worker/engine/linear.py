@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headrace.worker.engine.int8 import Int8Product
-
-_TYPICAL_ROWS = 128  # what packed weights are ordered for; any number of rows gives the same bits
+from headrace.worker.engine.int8 import TYPICAL_ROWS, Int8Product
 
 
 class Linear(nn.Linear):
@@ -48,7 +46,7 @@ class Linear(nn.Linear):
 
 class _PackedProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
         self._bias = bias
 
     def __call__(self, hidden: Tensor) -> Tensor:

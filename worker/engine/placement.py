@@ -106,7 +106,10 @@ def make_cache(
 
         if cpu_kv_cache.is_supported(config, dtype, device):
             return cpu_kv_cache.CpuKVCache(config, num_slots=num_slots, max_context=max_context, dtype=dtype)
-    return KVCache(config, num_slots=num_slots, max_context=max_context, dtype=dtype, device=device)
+    spare_slots = 1 if device.type == "cuda" else 0  # for captured decode steps, see cuda_graphs
+    return KVCache(
+        config, num_slots=num_slots, max_context=max_context, dtype=dtype, device=device, spare_slots=spare_slots
+    )
 
 
 def _free_bytes(device: torch.device) -> int:

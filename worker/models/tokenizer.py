@@ -56,10 +56,6 @@ class TextCodec:
         """
         return list(self._tokenizer.encode(text).ids)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """As encode_prompt for each text; faster for many, since it uses several threads."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
-
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a chat, up to where the assistant is to speak. Control tokens come from the template alone: in
         a message, their names are text.

@@ -33,17 +33,12 @@ def test_a_prompt_gets_what_the_post_processor_puts_around_it(folder_maker: Any)
     assert codec.encode_chat(HELLO).count(1) == 2  # those of the template only
 
 
-def test_a_batch_of_prompts_is_encoded_as_each_alone(codec: TextCodec) -> None:
-    texts = ["the cat", "", "日本", "x" * 300]
-    assert codec.encode_batch(texts) == [codec.encode_prompt(text) for text in texts]
-
-
 def test_padding_and_truncation_of_the_file_are_not_applied(folder_maker: Any) -> None:
     tokenizer = folder_maker.byte_level()
     tokenizer.enable_padding()
     tokenizer.enable_truncation(4)
     codec = TextCodec.load(folder_maker.write(tokenizer))
-    assert [len(ids) for ids in codec.encode_batch(["t", "x" * 50])] == [1, 50]
+    assert [len(ids) for ids in map(codec.encode_prompt, ["t", "x" * 50])] == [1, 50]
 
 
 def test_a_chat_ends_where_the_assistant_is_to_speak(codec: TextCodec) -> None:

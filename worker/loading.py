@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from headrace.worker.engine.config import ModelConfig
 from headrace.worker.engine.cuda_graphs import GraphedDecoder
 from headrace.worker.engine.generate import Engine
+from headrace.worker.engine.huge_pages import move_into_huge_pages
 from headrace.worker.engine.placement import (
     choose_device,
     choose_dtype,
@@ -47,6 +48,7 @@ def load(settings: EngineSettings) -> Loaded:
     decoder = load_decoder(files.folder, config, max_context=max_context, dtype=dtype, device=device, int8=int8)
     model = GraphedDecoder(decoder) if device.type == "cuda" else decoder
     slots = choose_slots(settings.slots, config, max_context=max_context, dtype=dtype, device=device)
+    move_into_huge_pages()
     cache = make_cache(config, num_slots=slots, max_context=max_context, dtype=dtype, device=device)
     logger.info(
         "model %s in %s on %s: %d slots of %s positions, KV cache %s MiB "

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from headrace.worker.engine.attention import attend
 from headrace.worker.engine.config import ModelConfig
+from headrace.worker.engine.huge_pages import zeros
 from headrace.worker.engine.packing import PackedTokens
 from headrace.worker.engine.rope import rotate
 
@@ -35,8 +36,8 @@ class KVCache:
         self._head_dim = config.head_dim
         keys, values = self._shapes(config)
         # Positions beyond a row's end are multiplied by a weight of exactly zero, so they must not hold NaN.
-        self.keys = torch.zeros(keys, dtype=dtype, device=device)
-        self.values = torch.zeros(values, dtype=dtype, device=device)
+        self.keys = zeros(keys, dtype=dtype, device=device)
+        self.values = zeros(values, dtype=dtype, device=device)
 
     def _shapes(self, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of the keys and of the values: both (L, slots, K, S, D) here."""

@@ -32,17 +32,17 @@ def _gated_silu(gate_up: Array, output: Array) -> None:
 
 
 @njit(**COMPILED)  # type: ignore[untyped-decorator]
-def _add_and_norm(hidden: Array, update: Array, weight: Array, eps: Any, added: Array, normed: Array) -> None:
+def _add_and_norm(hidden: Array, update: Array, weight: Array, eps: Any) -> None:
     width = hidden.shape[1]
     padded = (width + LANES - 1) // LANES * LANES
     for row in prange(hidden.shape[0]):
         squares = np.zeros(padded, np.float32)
         for i in range(width):
-            added[row, i] = store(load(hidden[row, i]) + load(update[row, i]), added[0, 0])
-            squares[i] = load(added[row, i]) * load(added[row, i])
+            hidden[row, i] = store(load(hidden[row, i]) + load(update[row, i]), hidden[0, 0])
+            squares[i] = load(hidden[row, i]) * load(hidden[row, i])
         scale = np.float32(1) / np.sqrt(sum_lanes(squares, padded) / np.float32(width) + eps)
         for i in range(width):
-            normed[row, i] = store(load(added[row, i]) * scale * load(weight[i]), normed[0, 0])
+            update[row, i] = store(load(hidden[row, i]) * scale * load(weight[i]), update[0, 0])
 
 
 @njit(**COMPILED)  # type: ignore[untyped-decorator]
@@ -74,20 +74,15 @@ def _scale_rows(product: Array, scales: Array, bias: Array, output: Array) -> No
 
 def gated_silu(gate_up: Tensor) -> Tensor:
     """As `elementwise.gated_silu`."""
-    flat = gate_up.reshape(-1, gate_up.shape[-1])
-    output = torch.empty(flat.shape[0], flat.shape[1] // 2, dtype=flat.dtype)
-    _gated_silu(as_array(flat), as_array(output))
-    return output.view(*gate_up.shape[:-1], -1)
+    output = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    _gated_silu(as_array(gate_up), as_array(output))
+    return output
 
 
-def add_and_norm(hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `elementwise.add_and_norm`."""
-    flat, flat_update = hidden.reshape(-1, hidden.shape[-1]), update.reshape(-1, hidden.shape[-1])
-    added, normed = torch.empty_like(flat), torch.empty_like(flat)
-    _add_and_norm(
-        as_array(flat), as_array(flat_update), as_array(weight), np.float32(eps), as_array(added), as_array(normed)
-    )
-    return added.view(hidden.shape), normed.view(hidden.shape)
+def add_and_norm_(hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `elementwise.add_and_norm_`."""
+    _add_and_norm(as_array(hidden), as_array(update), as_array(weight), np.float32(eps))
+    return update
 
 
 def quantize_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:

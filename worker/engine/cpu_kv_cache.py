@@ -46,7 +46,7 @@ class CpuKVCache(KVCache):
     def attend(self, layer: int, mixed: Tensor, rotations: Tensor, tokens: PackedTokens) -> Tensor:
         num_tokens, num_heads = len(mixed), self._heads[0]
         stored = self._layers[layer]
-        slots, positions = tokens.slots.numpy(), tokens.positions.numpy()
+        slots, positions = tokens.places
         each, heads = self._per_element, as_array(mixed.view(num_tokens, -1, self._head_dim))
         queries = np.empty((num_tokens, num_heads, self._head_dim // each, each), heads.dtype)
         attended = torch.empty(num_tokens, num_heads, self._head_dim, dtype=mixed.dtype)

@@ -18,7 +18,7 @@ def has_cpu_kernels(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def gated_silu(gate_up: Tensor) -> Tensor:
-    """silu of the first half times the second, silu(x) = x / (1 + exp(-x)): (…, 2I) -> (…, I)."""
+    """silu of the first half times the second, silu(x) = x / (1 + exp(-x)): (T, 2I) -> (T, I)."""
     if has_cpu_kernels(gate_up.device.type, gate_up.dtype):
         from headrace.worker.engine import cpu_elementwise
 
@@ -30,14 +30,17 @@ def gated_silu(gate_up: Tensor) -> Tensor:
     return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
 
 
-def add_and_norm(hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of the two, and the sum normalized (RMSNorm, Zhang & Sennrich 2019): two of (…, E) -> two of (…, E)."""
+def add_and_norm_(hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add `update` to `hidden` in place, and return the sum normalized (RMSNorm, Zhang & Sennrich 2019): (T, E) all.
+
+    What is returned may lie in the memory of `update`, which is not needed any more.
+    """
     if has_cpu_kernels(hidden.device.type, hidden.dtype):
         from headrace.worker.engine import cpu_elementwise
 
-        return cpu_elementwise.add_and_norm(hidden, update, weight, eps)
-    added = hidden + update
-    return added, functional.rms_norm(added, weight.shape, weight, eps)
+        return cpu_elementwise.add_and_norm_(hidden, update, weight, eps)
+    hidden += update
+    return functional.rms_norm(hidden, weight.shape, weight, eps)
 
 
 def quantize_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.worker.engine.config import ModelConfig
-from headrace.worker.engine.elementwise import add_and_norm, gated_silu
+from headrace.worker.engine.elementwise import add_and_norm_, gated_silu
 from headrace.worker.engine.kv_cache import KVCache
 from headrace.worker.engine.linear import Linear
 from headrace.worker.engine.packing import PackedTokens
@@ -57,12 +57,12 @@ class Layer(nn.Module):
 
     def forward(
         self, hidden: Tensor, update: Tensor, rotations: Tensor, tokens: PackedTokens, cache: KVCache
-    ) -> tuple[Tensor, Tensor]:
-        """The sum so far and what is to be added to it, (T, E) each, to the same after this layer."""
-        hidden, normed = add_and_norm(hidden, update, self.attention_norm.weight, self._norm_eps)
+    ) -> Tensor:
+        """Add `update` to the sum so far, `hidden`, in place, and return the next update: (T, E) all."""
+        normed = add_and_norm_(hidden, update, self.attention_norm.weight, self._norm_eps)
         update = self.attention(normed, rotations, tokens, cache)
-        hidden, normed = add_and_norm(hidden, update, self.feed_forward_norm.weight, self._norm_eps)
-        return hidden, self.feed_forward(normed)
+        normed = add_and_norm_(hidden, update, self.feed_forward_norm.weight, self._norm_eps)
+        return self.feed_forward(normed)  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
@@ -94,6 +94,6 @@ class Decoder(nn.Module):
         update = self.embedding(tokens.token_ids)
         hidden = torch.zeros_like(update)
         for layer in self.layers:
-            hidden, update = layer(hidden, update, rotations, tokens, cache)
-        _, normed = add_and_norm(hidden[tokens.last], update[tokens.last], self.norm.weight, self.config.norm_eps)
+            update = layer(hidden, update, rotations, tokens, cache)
+        normed = add_and_norm_(hidden[tokens.last], update[tokens.last], self.norm.weight, self.config.norm_eps)
         return self.head(normed)  # type: ignore[no-any-return]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.worker.engine.rows import Row
@@ -24,6 +27,11 @@ class PackedTokens:
     positions: Tensor  # (T,)
     last: Tensor  # (B,)
     longest: int
+
+    @cached_property
+    def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Slots and positions as NumPy arrays, where they are in the host's memory."""
+        return self.slots.numpy(), self.positions.numpy()
 
 
 def pack(shares: Sequence[tuple[Row, int]], device: torch.device) -> PackedTokens:

@@ -92,7 +92,6 @@ class SplitEngine:
         self._clock: _Clock = _CudaClock() if cache_of(engine).keys.device.type == "cuda" else _HostClock()
         self._spans: list[tuple[str, Any, Any]] = []  # of the step that runs
         self._pass_tokens = 0
-        self._passes = 0  # of the step: parts that run side by side
         self._parts: Counter[str] = Counter()
         self._busy_s = 0.0
         self._busy_since: float | None = None
@@ -159,8 +158,7 @@ class SplitEngine:
 
         @wraps(forward)
         def passed(tokens: PackedTokens, cache: KVCache) -> Any:
-            self._pass_tokens += len(tokens.token_ids)
-            self._passes += 1
+            self._pass_tokens = len(tokens.token_ids)
             return timed(tokens, cache)
 
         return passed
@@ -170,7 +168,7 @@ class SplitEngine:
             counts = self._engine.counts
             start_s = time.perf_counter() if self._busy_since is None else self._busy_since
             steps, rows, prompt_tokens = counts.steps, counts.row_steps, counts.prompt_tokens
-            self._pass_tokens = self._passes = 0
+            self._pass_tokens = 0
             done = step()
             self._clock.settle()
             end_s = time.perf_counter()
@@ -184,14 +182,11 @@ class SplitEngine:
         return stepped
 
     def _share_out(self, prompt_tokens: int) -> None:
-        """Add the step's times: of those within the pass, prefill has the prompts' share and the parts the rest.
-
-        Of passes side by side each has its share of the cores, and so of the time.
-        """
+        """Add the step's times: of those within the pass, prefill has the prompts' share and the parts the rest."""
         prefill = prompt_tokens / self._pass_tokens if self._pass_tokens else 0.0
         shares = {_PREFILL: prefill, _ATTENTION: 1 - prefill, _MATRIX_PRODUCTS: 1 - prefill, _SAMPLING: 1.0}
         for part, start, end in self._spans:
-            self._parts[part] += shares[part] * self._clock.between_s(start, end) / self._passes  # type: ignore[assignment]
+            self._parts[part] += shares[part] * self._clock.between_s(start, end)  # type: ignore[assignment]
         self._spans.clear()
 
     def _submit(self, submit: Callable[[Row], None]) -> Callable[[Row], None]:

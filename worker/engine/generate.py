@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,9 +16,8 @@ from headrace.worker.engine.packing import PackedTokens, pack
 from headrace.worker.engine.prefixes import PrefixIndex
 from headrace.worker.engine.rows import LiveRows, Row, now_s, suppress_early_stops
 from headrace.worker.engine.sampling import BatchSampling, sample
-from headrace.worker.engine.scheduler import MAX_PROMPT_TOKENS, Share, share_out, split
+from headrace.worker.engine.scheduler import MAX_PROMPT_TOKENS, share_out
 from headrace.worker.engine.stopping import Finish, finish_of
-from headrace.worker.engine.threads import Threads
 
 MAX_OVERTAKEN = 7
 
@@ -51,8 +49,7 @@ class Engine:
         self._live = LiveRows(cache.num_slots)
         self._prefixes = PrefixIndex()
         self._done: list[Row] = []  # out of the batch; the step that took them out returns them
-        self._threads = Threads()
-        self._sampling_of: dict[int, tuple[list[Row], BatchSampling]] = {}  # by part
+        self._sampling_of: tuple[list[Row], BatchSampling] = ([], BatchSampling([], cache.device))
         self.counts = StepCounts()
 
     @property
@@ -127,38 +124,17 @@ class Engine:
 
     def _advance(self) -> None:
         """One pass through the model: a token for each row whose prompt is complete, and a part of the others'."""
-        cores = torch.get_num_threads() if self._cache.device.type == "cpu" else 1
-        parts = split(share_out(self._live.rows, MAX_PROMPT_TOKENS), cores)
-        chosen = self._threads.run([partial(self._choose, *part) for part in enumerate(parts)])
-        self.counts.steps += 1
-        for part, tokens in zip(parts, chosen, strict=True):
-            for row, count in part:
-                self.counts.prompt_tokens += 0 if row.first_token_at_s else count
-                row.num_cached += count
-            complete = [row for row, _ in part if row.num_pending == 0]
-            self.counts.row_steps += len(complete)
-            self._accept(complete, tokens)
-
-    def _choose(self, part: int, shares: list[Share]) -> list[tuple[int, bool]]:
-        """Pass these tokens through the model; of each row that is then complete: its next token, and if it failed.
-
-        Parts run side by side: nothing is changed but the cache, in the rows' own slots.
-        """
+        shares = share_out(self._live.rows, MAX_PROMPT_TOKENS)
         tokens = pack(shares, self._cache.device)
         logits = self._model.forward(tokens, self._cache)
-        rows = [row for row, count in shares if row.num_pending == count]
-        if not rows:
-            return []
-        logits = suppress_early_stops(logits, rows)
-        positions = torch.tensor([row.length for row in rows], device=self._cache.device)
-        token_ids, failed = sample(logits, self._sampling(part, rows), positions)
-        return list(zip(*torch.stack((token_ids, failed.long())).tolist(), strict=True))  # the one host synchronisation
-
-    def _sampling(self, part: int, rows: list[Row]) -> BatchSampling:
-        """The rows' sampling parameters, built anew only when other rows sample in this part than before."""
-        if part not in self._sampling_of or rows != self._sampling_of[part][0]:
-            self._sampling_of[part] = (rows, BatchSampling([row.sampling for row in rows], self._cache.device))
-        return self._sampling_of[part][1]
+        for row, count in shares:
+            self.counts.prompt_tokens += 0 if row.first_token_at_s else count
+            row.num_cached += count
+        complete = [row for row, _ in shares if row.num_pending == 0]
+        self.counts.steps += 1
+        self.counts.row_steps += len(complete)
+        if complete:
+            self._accept(complete, logits)
 
     def _admit(self) -> None:
         """Give free slots to waiting rows, in order, as long as this pass has room for their prompts."""
@@ -178,10 +154,14 @@ class Engine:
             self._prefixes.put(row)
             room -= row.num_pending
 
-    def _accept(self, rows: list[Row], chosen: list[tuple[int, bool]]) -> None:
-        """Append each row's token, and mark the rows that are done with it."""
+    def _accept(self, rows: list[Row], logits: Tensor) -> None:
+        """Sample one token a row, append it, and mark the rows that are done with it."""
+        logits = suppress_early_stops(logits, rows)
+        positions = torch.tensor([row.length for row in rows], device=self._cache.device)
+        token_ids, failed = sample(logits, self._sampling(rows), positions)
+        chosen = torch.stack((token_ids, failed.long())).tolist()  # the step's one host synchronisation
         now = now_s()
-        for row, (token_id, has_failed) in zip(rows, chosen, strict=True):
+        for row, token_id, has_failed in zip(rows, *chosen, strict=True):
             row.first_token_at_s = row.first_token_at_s or now
             if has_failed:
                 row.finish = Finish(reason=FinishReason.ERROR)
@@ -189,6 +169,12 @@ class Engine:
                 continue
             row.token_ids.append(token_id)
             row.finish = finish_of(row.stopping, len(row.token_ids), token_id, row.strings)
+
+    def _sampling(self, rows: list[Row]) -> BatchSampling:
+        """The rows' sampling parameters, built anew only when other rows sample than before."""
+        if rows != self._sampling_of[0]:
+            self._sampling_of = (rows, BatchSampling([row.sampling for row in rows], self._cache.device))
+        return self._sampling_of[1]
 
     def _leave(self) -> None:
         """Take out the rows that are done."""

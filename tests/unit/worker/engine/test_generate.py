@@ -96,35 +96,6 @@ def fresh(each: Row, **changes: Any) -> Row:
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_rows_whose_pass_is_split_between_cores_get_what_they_get_alone(seed: int) -> None:
-    torch.set_num_threads(2)
-    generator = random.Random(seed)
-    rows = [random_row(generator, str(number)) for number in range(120)]
-    model = HistoryModel()
-    batch = engine(model, slots=100)
-    found = run(batch, [fresh(each) for each in rows])
-    assert found == run(engine(HistoryModel(), slots=1), rows)
-    assert len(model.passes) > batch.counts.steps  # some were split
-
-
-@pytest.mark.parametrize("number", [1, 2, 5])
-def test_a_step_of_which_a_part_fails_loses_no_row(number: int) -> None:
-    torch.set_num_threads(2)
-    model = HistoryModel(fail_at=fails_at(number))
-    batch = engine(model, slots=100)
-    rows = [row(str(index), [index % VOCAB, index // VOCAB], max_tokens=9) for index in range(100)]
-    for each in rows:
-        batch.submit(each)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        drain(batch)
-    assert len(model.passes) > batch.counts.steps + 1
-    rest = batch.drop_all()
-    assert len(rest) == 100
-    again = run(batch, [fresh(each, token_ids=list(each.token_ids)) for each in rest])
-    assert again == {each.row_id: continuation(each.prompt_ids, 9) for each in rows}
-
-
 @pytest.mark.parametrize("at", [1, 4, 9, 19])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "top_p": 0.95, "seed": 3}], ids=["greedy", "sampled"])
 def test_a_row_that_comes_with_tokens_goes_on_as_if_it_had_not_stopped(at: int, sampling: dict[str, Any]) -> None:

@@ -70,15 +70,6 @@ def test_a_row_gets_the_same_bits_when_the_work_is_cut_up_among_threads(
     assert_alone_and_together_are_the_same(model, 9, [(2, 2), (9, 9), (9, 3)], kind)
 
 
-@DTYPES
-def test_a_row_gets_the_same_bits_when_the_batch_is_split_between_cores(
-    checkpoint: Make, dtype: torch.dtype, kind: str
-) -> None:
-    model = decoder(checkpoint(**WIDE)[1], dtype=dtype)
-    torch.set_num_threads(2)
-    assert_alone_and_together_are_the_same(model, 70, [(70, 70)], kind)
-
-
 def test_a_row_that_fails_does_not_change_its_neighbours_by_a_bit(checkpoint: Make, kind: str) -> None:
     model = decoder(checkpoint(hidden_size=64)[1])
     poison = 96

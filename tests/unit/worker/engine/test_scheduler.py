@@ -7,7 +7,7 @@ import pytest
 from factories import row
 
 from headrace.worker.engine.rows import Row
-from headrace.worker.engine.scheduler import share_out, split
+from headrace.worker.engine.scheduler import share_out
 
 
 def with_pending(*pending: int) -> list[Row]:
@@ -73,74 +73,3 @@ def test_random_rows_are_served_within_the_budget_as_if_token_by_token() -> None
         assert len(found) == len(dict(found))
         order = [next(each for each in rows if each.row_id == row_id) for row_id, _ in found]
         assert order == sorted(order, key=lambda each: (each.num_pending > 1, int(each.row_id)))
-
-
-def parts_of(rows: Sequence[Row], cores: int, max_prompt_tokens: int = 10_000) -> list[list[tuple[str, int]]]:
-    parts = split(share_out(rows, max_prompt_tokens), cores)
-    return [[(each.row_id, count) for each, count in part] for part in parts]
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "cores", "num_parts"),
-    [
-        (1, 2, 1),
-        (63, 2, 1),
-        (64, 2, 2),
-        (1000, 2, 2),
-        (1000, 1, 1),
-        (255, 8, 1),
-        (256, 8, 2),
-        (400, 8, 3),
-        (9999, 8, 8),
-    ],
-)
-def test_a_pass_has_as_many_parts_as_are_worth_while(num_rows: int, cores: int, num_parts: int) -> None:
-    parts = parts_of(with_pending(*[1] * num_rows), cores)
-    assert len(parts) == num_parts
-    sizes = [len(part) for part in parts]
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_every_share_is_in_one_part_and_parts_have_about_as_many_tokens() -> None:
-    generator = random.Random(3)
-    split_up = 0
-    for _ in range(300):
-        number = generator.randrange(1, 300)
-        rows = with_pending(*(generator.choice([1, 1, 1, generator.randrange(2, 200)]) for _ in range(number)))
-        cores, budget = generator.randrange(1, 6), generator.randrange(1, 2000)
-        parts = parts_of(rows, cores, budget)
-        assert sorted(share for part in parts for share in part) == sorted(shares(rows, budget))
-        sizes = [sum(count for _, count in part) for part in parts]
-        assert max(sizes) <= 1.2 * sum(sizes) / len(sizes)
-        split_up += len(parts) > 1
-    assert split_up > 100
-
-
-def test_parts_of_as_many_tokens_have_as_much_to_look_back_at() -> None:
-    rows = with_pending(*[1] * 64)
-    for index, each in enumerate(rows):
-        each.prompt_ids = [1] * (10 + 10 * index)
-        each.num_cached = each.length - 1
-    parts = split(share_out(rows, 0), 2)
-    first, second = (sum(each.num_cached for each, _ in part) for part in parts)
-    assert abs(first - second) <= 10
-
-
-def test_one_long_prompt_keeps_all_cores_at_work_on_it() -> None:
-    assert parts_of(with_pending(1000), 2) == [[("0", 1000)]]
-    assert len(parts_of(with_pending(1000, *[1] * 100), 2)) == 1
-    assert len(parts_of(with_pending(1000, 900), 2)) == 2
-
-
-def test_parts_stay_as_they_are_while_the_same_rows_decode() -> None:
-    rows = with_pending(*[1] * 100)
-    generator = random.Random(4)
-    for each in rows:
-        each.prompt_ids = [1] * generator.randrange(5, 300)
-        each.num_cached = each.length - 1
-    before = parts_of(rows, 2)
-    for _ in range(20):
-        for each in rows:
-            each.token_ids.append(1)
-            each.num_cached += 1
-        assert parts_of(rows, 2) == before

@@ -19,45 +19,13 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
-from headrace.worker.engine.cpu_numbers import COMPILED, Array, exp, load, store
+from headrace.worker.engine.cpu_numbers import COMPILED, Array, exp, store
 from headrace.worker.engine.cpu_vectors import LANES, dot_columns, max_lanes, sum_lanes, weigh_rows
 
 BLOCK = 32
 _MOST_QUERIES = 7  # whose sums for a block fit into the registers
 
 Kernel = Callable[..., None]
-
-
-@njit(**COMPILED)  # type: ignore[untyped-decorator]
-def rotate_and_store(
-    mixed: Array, rotations: Array, slots: Array, positions: Array, queries: Array, keys: Array, values: Array
-) -> None:
-    """Turn queries and keys by their positions' angles; keys and values go into the cache, queries into `queries`.
-
-    mixed (T, H + 2K, D), rotations (T, 2, D), slots and positions (T,), queries (T, H, D/E, E), keys (slots, K, blocks,
-    D/E, BLOCK, E), values (slots, K, blocks, BLOCK/E, D, E). bfloat16 is passed as its bits, uint16.
-    """
-    num_heads, num_kv, elements = queries.shape[1], keys.shape[1], queries.shape[2]
-    dims = mixed.shape[2]
-    half, rows = dims // 2, values.shape[3]
-    second, at = half % elements, half // elements  # where the other half of a head begins
-    for token in prange(mixed.shape[0]):
-        slot, position = slots[token], positions[token]
-        cos, sin = rotations[token, 0], rotations[token, 1]
-        block, column = position // BLOCK, position % BLOCK
-        for head in range(num_heads + num_kv):
-            heads = mixed[token, head]
-            turned = queries[token, head] if head < num_heads else keys[slot, head - num_heads, block, :, column]
-            for d in range(half):
-                x, y = load(heads[d]), load(heads[half + d])
-                turned[d, 0] = store(x * load(cos[d]) - y * load(sin[d]), keys[0, 0, 0, 0, 0, 0])
-                turned[second + d, at] = store(
-                    y * load(cos[half + d]) + x * load(sin[half + d]), keys[0, 0, 0, 0, 0, 0]
-                )
-        for kv in range(num_kv):
-            value = mixed[token, num_heads + num_kv + kv]
-            for d in range(dims):
-                values[slot, kv, block, column % rows, d, column // rows] = value[d]
 
 
 @lru_cache

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from headrace.worker.engine.config import ModelConfig
-from headrace.worker.engine.cpu_attention import BLOCK, attend_kernel, rotate_and_store
+from headrace.worker.engine.cpu_attention import BLOCK, attend_kernel
 from headrace.worker.engine.cpu_numbers import Array, as_array
+from headrace.worker.engine.cpu_rotation import rotate_and_store
 from headrace.worker.engine.cpu_vectors import LANES
 from headrace.worker.engine.kv_cache import KVCache
 from headrace.worker.engine.packing import PackedTokens
@@ -33,7 +34,7 @@ class CpuKVCache(KVCache):
         # The kernel's threads and torch's are the same OpenMP pool; more of one than of the other would wait in turn.
         numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
         both = zip(self.keys, self.values, strict=True)
-        self._layers = [_Layer(as_array(keys), as_array(values)) for keys, values in both]
+        self._layers = [(_elements(as_array(keys)), _elements(as_array(values))) for keys, values in both]
 
     def _shapes(self, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(L, slots, K, blocks, D/E, BLOCK, E) and (L, slots, K, blocks, BLOCK/E, D, E)."""
@@ -45,15 +46,13 @@ class CpuKVCache(KVCache):
 
     def attend(self, layer: int, mixed: Tensor, rotations: Tensor, tokens: PackedTokens) -> Tensor:
         num_tokens, num_heads = len(mixed), self._heads[0]
-        stored = self._layers[layer]
+        keys, values = self._layers[layer]
         slots, positions = tokens.places
-        each, heads = self._per_element, as_array(mixed.view(num_tokens, -1, self._head_dim))
-        queries = np.empty((num_tokens, num_heads, self._head_dim // each, each), heads.dtype)
+        heads = as_array(mixed.view(num_tokens, -1, self._head_dim))
+        queries = np.empty((num_tokens, num_heads, self._head_dim // self._per_element), keys.dtype)
         attended = torch.empty(num_tokens, num_heads, self._head_dim, dtype=mixed.dtype)
-        rotate_and_store(heads, as_array(rotations), slots, positions, queries, stored.keys, stored.values)
-        self._attend(
-            _elements(queries), stored.key_elements, stored.value_elements, slots, positions, as_array(attended)
-        )
+        rotate_and_store(heads, as_array(rotations), slots, positions, queries, keys, values)
+        self._attend(queries, keys, values, slots, positions, as_array(attended))
         return attended.view(num_tokens, -1)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -68,14 +67,6 @@ class CpuKVCache(KVCache):
         for part in range(self._per_element if rest else 0):
             until = min(max(rest - part * rows, 0), rows)
             self.values[:, target, :, whole, :until, :, part] = self.values[:, source, :, whole, :until, :, part]
-
-
-class _Layer:
-    """A layer's keys and values as the kernels take them."""
-
-    def __init__(self, keys: Array, values: Array) -> None:
-        self.keys, self.values = keys, values
-        self.key_elements, self.value_elements = _elements(keys), _elements(values)
 
 
 def _elements(stored: Array) -> Array:

@@ -110,7 +110,8 @@ def run(
     """Run all prompts of INPUT through a model on this machine and write the answers to OUTPUT.
 
     INPUT is JSON Lines of requests, OpenAI Batch lines, or text with one prompt a line; plain, gzip or zstd; - is
-    standard input. Without --redis a private server is started for the run.
+    standard input. Without --redis a private server is started for the run. If it is interrupted or fails, the same
+    command goes on from what OUTPUT has.
     """
     options = RunOptions(
         input=input,
@@ -133,7 +134,7 @@ def run(
         click.echo("headrace: interrupted before anything was sent", err=True)
         sys.exit(EXIT_INTERRUPTED)
     click.echo(tally.summary(writer.path, writer.error_path), err=True)
-    sys.exit(EXIT_FAILED if tally.failed else 0)
+    sys.exit(EXIT_FAILED if tally.any_failed else 0)
 
 
 @click.command()

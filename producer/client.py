@@ -19,7 +19,7 @@ from headrace.producer.status import ServerStatus, server_status
 from headrace.producer.steps import DEFAULT_PATIENCE_S, MAX_BLOCK_S, Steps, describe, drive
 from headrace.producer.submission import Submission
 from headrace.shared.connection import connect
-from headrace.shared.errors import BatchNotFound, ResultTimeout, ServerUnavailable
+from headrace.shared.errors import ResultTimeout
 from headrace.shared.schema import Request, Result
 
 T = TypeVar("T")
@@ -111,6 +111,7 @@ class Producer:
         source: str = "requests",
         listed: bool = True,
         fingerprint: str | None = None,
+        also_closed: bool = False,
     ) -> Submission:
         return Submission(
             batch or settings.new_batch_name(defaults.get("tenant") or self._settings.route.tenant),
@@ -120,6 +121,7 @@ class Producer:
             source=source,
             listed=listed,
             fingerprint=fingerprint,
+            also_closed=also_closed,
         )
 
     def _submit(self, items: Iterable[Item], submission: Submission, *, checked: bool = False) -> Batch:
@@ -142,7 +144,7 @@ class Producer:
                 if submission.stopped:
                     break
             self._run(submission.send())
-        except (ServerUnavailable, BatchNotFound):
+        except BaseException:  # whatever it was, the same command sends the rest
             to_be_closed = submission.fingerprint is None
             raise
         finally:  # also when the iterable fails: what was sent can be collected

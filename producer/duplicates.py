@@ -25,12 +25,13 @@ class IdIndex:
 
     def add(self, item_id: str, position: int) -> int | None:
         """Remember the id. Returns the position where it stood before, if it did."""
-        key = hashlib.blake2b(item_id.encode(errors="surrogatepass"), digest_size=16).digest()
-        added = self._database.execute("INSERT OR IGNORE INTO ids VALUES (?, ?)", (key, position))
-        if added.rowcount == 1:
-            return None
-        (earlier,) = self._database.execute("SELECT position FROM ids WHERE id = ?", (key,)).fetchone()
-        return int(earlier)
+        added = self._database.execute("INSERT OR IGNORE INTO ids VALUES (?, ?)", (_key(item_id), position))
+        return None if added.rowcount == 1 else self.position(item_id)
+
+    def position(self, item_id: str) -> int | None:
+        """The position of an id that was added, else None."""
+        found = self._database.execute("SELECT position FROM ids WHERE id = ?", (_key(item_id),)).fetchone()
+        return None if found is None else int(found[0])
 
     def close(self) -> None:
         self._database.close()
@@ -42,6 +43,10 @@ class IdIndex:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _key(item_id: str) -> bytes:
+    return hashlib.blake2b(item_id.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def refuse_duplicates(ids: Iterable[tuple[str, int]], unit: str) -> None:

@@ -15,10 +15,15 @@ _SHOWN_MESSAGES = 3
 
 
 class Tally:
-    """Counts results as they pass. `live` says that they are made meanwhile, so that a rate means something."""
+    """Counts results as they pass. `live` says that they are made meanwhile, so that a rate means something.
 
-    def __init__(self, *, live: bool) -> None:
+    `num_kept` are those of an earlier run that this one goes on with, `num_kept_failed` the failures among them.
+    """
+
+    def __init__(self, *, live: bool, num_kept: int = 0, num_kept_failed: int = 0) -> None:
         self.live = live
+        self._num_kept = num_kept
+        self._num_kept_failed = num_kept_failed
         self.started = time.monotonic()
         self._first_job_started: float | None = None
         self.jobs = 0
@@ -56,6 +61,7 @@ class Tally:
         lines = [
             f"jobs               {self.jobs:,}",
             f"failed             {self.failed:,}{self._by_code()}",
+            *self._kept(),
             f"prompt tokens      {self.prompt_tokens:,}",
             f"generated tokens   {self.completion_tokens:,}",
         ]
@@ -76,6 +82,14 @@ class Tally:
         if not self.live or self._first_job_started is None:
             return ""
         return f", of which {self._first_job_started - self.started:,.1f} until the first job started"
+
+    @property
+    def any_failed(self) -> bool:
+        return self.failed + self._num_kept_failed > 0
+
+    def _kept(self) -> list[str]:
+        failed = f", of which {self._num_kept_failed:,} failed" if self._num_kept_failed else ""
+        return [f"done before        {self._num_kept:,}{failed}"] if self._num_kept else []
 
     def _by_code(self) -> str:
         if not self._codes:

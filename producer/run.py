@@ -12,14 +12,15 @@ from typing import Any
 from headrace.producer.batches import Collector
 from headrace.producer.client import Producer
 from headrace.producer.embedded import EmbeddedServer
-from headrace.producer.files import readable_twice
-from headrace.producer.formats import Preflight, preflight, read_lines
+from headrace.producer.files import fingerprint, readable_twice
+from headrace.producer.formats import preflight, read_lines
 from headrace.producer.lines import Chat, Line, check_defaults
 from headrace.producer.progress import ProgressBar, Tally
 from headrace.producer.settings import new_batch_name
 from headrace.producer.submission import Submission
+from headrace.producer.unfinished import Note
 from headrace.producer.worker_process import WorkerProcess, require_worker
-from headrace.producer.writers import ResultWriter, open_writer
+from headrace.producer.writers import STDOUT, ResultWriter, open_writer
 from headrace.shared import keys
 from headrace.shared.errors import HeadraceError, InputError
 from headrace.shared.lanes import PRIORITIES, Lane
@@ -60,18 +61,34 @@ def run_file(options: RunOptions) -> tuple[Tally, ResultWriter]:
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(readable_twice(options.input))
         found = preflight(path, options.format, defaults, options.chat)
-        writer = stack.enter_context(open_writer(options.output, found.source))
+        mark = fingerprint(path, _what_texts_depend_on(options, defaults))
+        note = None if options.output == STDOUT else Note(options.output, mark)
+        earlier = note.read() if note is not None else None
+        writer = stack.enter_context(open_writer(options.output, found.source, anew=earlier is None))
         url = options.redis_url or stack.enter_context(EmbeddedServer()).url
         queue = options.queue or keys.queue_name(options.engine.model)
         patience_s = PATIENCE_S if options.redis_url else _EMBEDDED_PATIENCE_S
         producer = stack.enter_context(Producer(url, model=options.engine.model, queue=queue, patience_s=patience_s))
-        name = options.batch or new_batch_name(producer._settings.route.tenant)
-        feeder = Feeder(producer, name, path, found, defaults, listed=options.redis_url is not None)
+        name = earlier or options.batch or new_batch_name(producer._settings.route.tenant)
+        lines = read_lines(path, found.format, defaults, found.chat)
+        if options.redis_url is None:  # a server of our own, which knows nothing of what was done before
+            lines = (line for line in lines if not writer.has(line.id))
+        submission = producer._submission(
+            name,
+            {},
+            source=found.source,
+            listed=options.redis_url is not None,
+            fingerprint=mark,
+            also_closed=earlier is not None,
+        )
+        feeder = Feeder(producer, submission, lines, found.count - writer.num_kept)
         worker = stack.enter_context(WorkerProcess(url, ["--queue", queue, *options.engine.words()]))
         stack.enter_context(feeder)
+        if note is not None:
+            note.write(name)
         own_lanes = [Lane(queue, priority, producer._settings.route.tenant).name for priority in PRIORITIES]
         forget = [] if options.redis_url else own_lanes
-        tally = Tally(live=True)
+        tally = Tally(live=True, num_kept=writer.num_kept, num_kept_failed=writer.num_kept_failed)
         try:
             _collect(Collector(name), feeder, worker, writer, tally, forget)
         except KeyboardInterrupt:
@@ -80,7 +97,22 @@ def run_file(options: RunOptions) -> tuple[Tally, ResultWriter]:
             if not writer.num_written:
                 raise
             raise HeadraceError(f"{error} ({_written(writer, found.count)})") from error
+        if note is not None:
+            note.remove()
         return tally, writer
+
+
+def _what_texts_depend_on(options: RunOptions, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """With the input, what makes two runs the same, so that one can go on with what the other has left."""
+    engine, chat = options.engine, options.chat
+    return {
+        "batch": options.batch,
+        "format": options.format,
+        "chat": None if chat is None else [chat.system],
+        "queue": options.queue,
+        "engine": [engine.model, engine.dtype, engine.quantization, engine.max_context],
+        **defaults,
+    }
 
 
 def _collect(
@@ -95,8 +127,7 @@ def _collect(
     with ProgressBar(feeder.num_jobs, tally) as bar:
         while not collector.finished:
             results = feeder.producer._run(collector.take(_POLL_S))
-            writer.write(results)
-            tally.add(results)
+            tally.add(writer.write(results))
             bar.show()
             if forget:
                 feeder.producer._run(collector.forget(results, forget))
@@ -106,27 +137,29 @@ def _collect(
                 worker.check()
 
 
+class _Stopped(Exception):
+    """There is no need to submit any more."""
+
+
 class Feeder:
     """Submits an input on a thread of its own, at most MAX_UNFINISHED jobs ahead of the results.
 
-    As a context manager; at its end the thread stops submitting, and the batch is closed as it is.
+    As a context manager; at its end the thread stops submitting. A submission that can be gone on with is left open.
     """
 
     def __init__(
         self,
         producer: Producer,
-        name: str,
-        path: str,
-        found: Preflight,
-        defaults: Mapping[str, Any],
+        submission: Submission,
+        lines: Iterator[Line],
+        num_jobs: int,
         *,
-        listed: bool,
         max_unfinished: int = MAX_UNFINISHED,
     ) -> None:
         self.producer = producer
-        self.num_jobs = found.count
-        self._lines = read_lines(path, found.format, defaults, found.chat)
-        self._submission: Submission = producer._submission(name, {}, source=found.source, listed=listed)
+        self.num_jobs = num_jobs
+        self._submission = submission
+        self._lines = lines
         self._room = max_unfinished
         self._changed = threading.Condition()
         self._stopping = False
@@ -158,6 +191,8 @@ class Feeder:
     def _submit(self) -> None:
         try:
             self.producer._fill(self._paced(), self._submission)
+        except _Stopped:
+            pass
         except Exception as error:  # shown by the thread that collects
             self._error = error
 
@@ -166,7 +201,7 @@ class Feeder:
             with self._changed:
                 self._changed.wait_for(lambda: self._room > 0 or self._stopping)
                 if self._stopping:
-                    return
+                    raise _Stopped
                 self._room -= 1
             yield line
 
@@ -178,11 +213,12 @@ def _same_file(first: str, second: str) -> bool:
 
 
 def _written(writer: ResultWriter, total: int) -> str:
-    return f"{writer.num_written:,} of {total:,} answers were written to {writer.path}"
+    text = f"{writer.num_kept + writer.num_written:,} of {total:,} answers were written to {writer.path}"
+    return text if writer.path == STDOUT else f"{text}; the same command goes on from there"
 
 
 def _interrupted_text(writer: ResultWriter, total: int, options: RunOptions, name: str) -> str:
     text = f"interrupted: {_written(writer, total)}"
     if options.redis_url is None:
         return text
-    return f"{text}; batch {name} stays on the server: `headrace collect {name}` or `headrace cancel {name}`"
+    return f"{text}; the jobs of batch {name} stay on the server: `headrace cancel {name}` ends them"

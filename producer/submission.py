@@ -64,7 +64,7 @@ class Submission:
     true when somebody has cancelled the batch meanwhile; what is added from then on is dropped.
 
     `fingerprint` stands for the items and all that is done with them. A batch that was left open is gone on with by
-    whoever has the same: what it has already is skipped.
+    whoever has the same: what it has already is skipped. With `also_closed`, so is one that has them all.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Submission:
         source: str = "requests",
         listed: bool = True,
         fingerprint: str | None = None,
+        also_closed: bool = False,
     ) -> None:
         self._defaults = check_defaults(defaults)
         self._tenant = tenant_of(route, self._defaults)
@@ -84,6 +85,7 @@ class Submission:
         self.num_sent = 0
         self.stopped = False
         self.fingerprint = fingerprint
+        self._also_closed = also_closed
         self._skip = 0  # so many items are on the server already
         self._route = route
         self._ttl_s = ttl_s
@@ -123,12 +125,14 @@ class Submission:
             )
 
     def _is_resumed(self) -> Steps[bool]:
-        """True if the batch that is there is this one, left open; its jobs are then skipped."""
+        """True if the batch that is there is this one and can be gone on with; its jobs are then skipped."""
         key = keys.batch(self.name)
         fingerprint, submitted, total = yield Call(
             [("HGET", key, name) for name in ("fingerprint", "submitted", "total")]
         )
-        if self.fingerprint is None or text(fingerprint) != self.fingerprint or text(submitted) != "0":
+        if self.fingerprint is None or text(fingerprint) != self.fingerprint:
+            return False
+        if text(submitted) != "0" and not self._also_closed:
             return False
         self.num_sent = self._skip = int(text(total))
         return True

@@ -16,7 +16,7 @@ from headrace.producer.batches import Collector
 from headrace.producer.bench.figures import RunCounts
 from headrace.producer.client import Producer
 from headrace.producer.embedded import EmbeddedServer
-from headrace.producer.formats import Preflight
+from headrace.producer.formats import Preflight, read_lines
 from headrace.producer.progress import ProgressBar, Tally
 from headrace.producer.run import Feeder
 from headrace.producer.settings import new_batch_name
@@ -56,7 +56,9 @@ def run_workload(options: ThroughputOptions) -> tuple[RunCounts, EngineReport]:
         arguments = ["--queue", queue, "--result-ttl", str(_RESULT_TTL_S), "--report", str(report)]
         with WorkerProcess(url, [*arguments, *options.engine.words()]) as worker:
             wait_for_workers(producer, queue, [worker])
-            feeder = Feeder(producer, name, options.dataset, options.found, options.defaults, listed=True)
+            found = options.found
+            lines = read_lines(options.dataset, found.format, options.defaults, found.chat)
+            feeder = Feeder(producer, producer._submission(name, {}, source=found.source), lines, found.count)
             with _nothing_left_behind(producer, name, queue):
                 counts = _timed(feeder, Collector(name), worker)
         return counts, _read(report)

@@ -177,11 +177,12 @@ def test_a_run_that_can_not_be_done_says_why_in_one_line(tmp_path: Path) -> None
         assert outcome.stderr.count("\n") == 1, (arguments, outcome.stderr)
 
 
-def test_ctrl_c_keeps_the_answers_so_far_and_stops_what_was_started(tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "Count:", "max_tokens": 40, "ignore_eos": True}] * 60)
+def test_ctrl_c_keeps_the_answers_so_far_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    items = [{"prompt": f"Count to {number}:", "max_tokens": 40, "ignore_eos": True} for number in range(60)]
+    source = write_lines(tmp_path / "in.jsonl", items)
     output = tmp_path / "out.jsonl"
     process = subprocess.Popen(
-        [HEADRACE, "run", source, "-o", output, "--slots", "4"],
+        [HEADRACE, "run", source, "-o", output, "--slots", "4", "--batch", "b"],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -195,6 +196,16 @@ def test_ctrl_c_keeps_the_answers_so_far_and_stops_what_was_started(tmp_path: Pa
     assert 4 <= len(read_results(output)) < 60
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
     assert left.stdout == ""
+    begun = output.read_text()
+    # With more slots: that changes no text.
+    outcome = headrace("run", source, "-o", output, "--slots", "60", "--batch", "b")
+    assert outcome.returncode == 0, outcome.stderr
+    assert output.read_text().startswith(begun)
+    assert output.read_text().count("\n") == 60
+    undisturbed = tmp_path / "undisturbed.jsonl"
+    assert headrace("run", source, "-o", undisturbed, "--slots", "60", "--batch", "b").returncode == 0
+    texts = [{name: result["outputs"] for name, result in read_results(path).items()} for path in (output, undisturbed)]
+    assert texts[0] == texts[1]
 
 
 @pytest.fixture

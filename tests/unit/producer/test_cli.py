@@ -17,7 +17,8 @@ import pytest
 import redis
 from click.testing import CliRunner, Result
 
-from headrace.producer import cli, embedded, run, worker_process
+from headrace.producer import cli, embedded, run, submission, worker_process
+from headrace.producer.writers import ResultWriter
 from headrace.shared.cli import main
 
 QUEUE = "headrace-m"
@@ -46,8 +47,12 @@ def invoke(monkeypatch: pytest.MonkeyPatch, redis_url: str, tmp_path: Path) -> A
     return invoke
 
 
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def answers(path: Path) -> dict[str, Any]:
-    return {line["id"]: line for line in map(json.loads, path.read_text().splitlines())}
+    return {line["id"]: line for line in lines(path)}
 
 
 def settle(url: str) -> None:
@@ -69,6 +74,69 @@ def test_run_does_it_all_with_a_server_of_its_own(invoke: Any, prompts: Path, tm
         "answers            out.jsonl",
     ):
         assert line in outcome.stderr
+
+
+@pytest.fixture
+def stopped_run(invoke: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run with a server of its own that has ended after 7 of its 20 answers; what it has written."""
+    whole = ResultWriter.write
+
+    def write_seven(self: ResultWriter, results: list[Any]) -> list[Any]:
+        whole(self, results[: 7 - self.num_written])
+        if self.num_written == 7:
+            raise KeyboardInterrupt
+        return []
+
+    monkeypatch.setattr(ResultWriter, "write", write_seven)
+    outcome = invoke("run", prompts, "-o", "out.jsonl", "--max-tokens", 5, server=False)
+    assert outcome.exit_code == 130
+    assert "7 of 20 answers were written to out.jsonl; the same command goes on from there" in outcome.stderr
+    monkeypatch.setattr(ResultWriter, "write", whole)
+    return (tmp_path / "out.jsonl").read_text()
+
+
+def test_the_same_run_goes_on_where_it_was(invoke: Any, prompts: Path, tmp_path: Path, stopped_run: str) -> None:
+    outcome = invoke("run", prompts, "-o", "out.jsonl", "--max-tokens", 5, server=False)
+    assert outcome.exit_code == 0, outcome.output
+    assert "jobs               13\n" in outcome.stderr
+    assert "done before        7\n" in outcome.stderr
+    assert (tmp_path / "out.jsonl").read_text().startswith(stopped_run)
+    found = [(line["id"], line["outputs"][0]["text"]) for line in lines(tmp_path / "out.jsonl")]
+    assert sorted(found) == sorted((f"line-{i + 1}", f"<p{i}>") for i in range(20))
+    assert not (tmp_path / "out.jsonl.unfinished").exists()
+
+
+def test_a_run_that_has_ended_is_done_anew(invoke: Any, prompts: Path, tmp_path: Path, stopped_run: str) -> None:
+    for jobs in (13, 20):
+        outcome = invoke("run", prompts, "-o", "out.jsonl", "--max-tokens", 5, server=False)
+        assert f"jobs               {jobs}\n" in outcome.stderr
+    assert len(lines(tmp_path / "out.jsonl")) == 20
+
+
+@pytest.mark.parametrize("other", ["option", "input", "note"])
+def test_another_run_does_not_write_over_one_that_has_not_ended(
+    invoke: Any, prompts: Path, tmp_path: Path, stopped_run: str, other: str
+) -> None:
+    if other == "input":
+        prompts.write_text(prompts.read_text() + "more\n")
+    if other == "note":
+        (tmp_path / "out.jsonl.unfinished").write_text("{")
+    tokens = 6 if other == "option" else 5
+    outcome = invoke("run", prompts, "-o", "out.jsonl", "--max-tokens", tokens, server=False)
+    assert outcome.exit_code == 2
+    assert "a run that has not ended" in outcome.stderr
+    assert (tmp_path / "out.jsonl").read_text() == stopped_run
+    (tmp_path / "out.jsonl").write_text("")  # nothing to lose
+    assert invoke("run", prompts, "-o", "out.jsonl", "--max-tokens", tokens, server=False).exit_code == 0
+    assert len(lines(tmp_path / "out.jsonl")) == 20 + (other == "input")
+
+
+def test_what_is_no_result_is_not_gone_on_with(invoke: Any, prompts: Path, tmp_path: Path, stopped_run: str) -> None:
+    (tmp_path / "out.jsonl").write_text("mine\n" + stopped_run)
+    outcome = invoke("run", prompts, "-o", "out.jsonl", "--max-tokens", 5, server=False)
+    assert outcome.exit_code == 2
+    assert "line 1 is no result" in outcome.stderr
+    assert (tmp_path / "out.jsonl").read_text() == "mine\n" + stopped_run
 
 
 def test_run_on_a_named_server_leaves_the_results_there(invoke: Any, prompts: Path, redis_url: str) -> None:
@@ -198,7 +266,19 @@ def test_an_interrupted_run_says_what_was_written_and_stops_all(
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "interrupted: 1 of 2 answers were written to out.jsonl; batch b stays on the server" in errors
+    assert "interrupted: 1 of 2 answers were written to out.jsonl; the same command goes on from there" in errors
+    assert "`headrace cancel b`" in errors
+    first = (tmp_path / "out.jsonl").read_text()
+    with (tmp_path / "out.jsonl").open("a") as output:
+        output.write('{"id": "line-')  # what a machine that died in the middle of a write leaves
+    settle(redis_url)
+    again = [word.replace("sleep(600)", "sleep(60)") for word in command]
+    outcome = subprocess.run(again, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "done before        1" in outcome.stderr
+    assert (tmp_path / "out.jsonl").read_text().startswith(first)
+    assert sorted(line["id"] for line in lines(tmp_path / "out.jsonl")) == ["line-1", "line-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out.jsonl"]
 
 
 def fake_worker_settles_one(url: str) -> None:
@@ -218,6 +298,28 @@ def test_submit_then_collect(invoke: Any, prompts: Path, tmp_path: Path, redis_u
     assert invoke("collect", "b", "-o", "out.jsonl", "--timeout", 30).exit_code == 0
     worker.join()
     assert len(answers(tmp_path / "out.jsonl")) == 20
+
+
+def test_an_interrupted_submit_sends_the_rest_when_it_is_run_again(
+    invoke: Any, prompts: Path, tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "CHUNK_JOBS", 6)
+    whole, sent = submission.Submission.send, iter(range(99))
+
+    def interrupted(self: submission.Submission) -> Any:
+        if next(sent) == 2:
+            raise KeyboardInterrupt
+        return whole(self)
+
+    monkeypatch.setattr(submission.Submission, "send", interrupted)
+    assert invoke("submit", prompts, "--batch", "b").exit_code != 0
+    assert invoke("submit", prompts, "--batch", "b", "--temperature", 0).exit_code == 2  # not the same
+    outcome = invoke("submit", prompts, "--batch", "b")
+    assert outcome.exit_code == 0, outcome.output
+    assert "batch b: 20 jobs" in outcome.stdout
+    settle(redis_url)
+    assert invoke("collect", "b", "-o", "out.jsonl", "--timeout", 30).exit_code == 0
+    assert sorted(line["id"] for line in lines(tmp_path / "out.jsonl")) == sorted(f"line-{i + 1}" for i in range(20))
 
 
 def test_collect_gives_up_after_its_timeout(invoke: Any, prompts: Path) -> None:

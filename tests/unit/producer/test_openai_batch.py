@@ -134,3 +134,22 @@ def test_failures_go_to_a_file_of_their_own(tmp_path) -> None:
         writer.write([failed(ErrorCode.TIMEOUT), done()])
         assert len(path.read_text().splitlines()) == 2
     assert len((tmp_path / "out.errors.jsonl").read_text().splitlines()) == 1
+
+
+def test_both_files_are_gone_on_with_up_to_their_last_whole_line(tmp_path) -> None:
+    path, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
+    made = [done(), failed(ErrorCode.INVALID_REQUEST), done(), failed(ErrorCode.TIMEOUT)]
+    results = [result.model_copy(update={"id": name}) for result, name in zip(made, "abcd", strict=True)]
+    with open_writer(str(path), "openai") as writer:
+        assert writer.write(results[:2]) == results[:2]
+    before = [path.read_text(), errors.read_text()]
+    for each in (path, errors):
+        with each.open("a") as file:
+            file.write('{"id": "batch_req')
+    with open_writer(str(path), "openai", anew=False) as writer:
+        assert (writer.num_kept, writer.num_kept_failed) == (2, 1)
+        assert [writer.has(name) for name in "abcd"] == [True, True, False, False]
+        assert writer.write(results) == results[2:]
+    for each, kept in zip((path, errors), before, strict=True):
+        assert each.read_text().startswith(kept)
+        assert each.read_text().count("\n") == 2

@@ -34,7 +34,7 @@ class CpuKVCache(KVCache):
         # The kernel's threads and torch's are the same OpenMP pool; more of one than of the other would wait in turn.
         numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
         both = zip(self.keys, self.values, strict=True)
-        self._layers = [(_elements(as_array(keys)), _elements(as_array(values))) for keys, values in both]
+        self._layers = [(_elements(as_array(keys)), as_array(values)) for keys, values in both]
 
     def _shapes(self, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(L, slots, K, blocks, D/E, BLOCK, E) and (L, slots, K, blocks, BLOCK/E, D, E)."""
@@ -52,7 +52,7 @@ class CpuKVCache(KVCache):
         queries = np.empty((num_tokens, num_heads, self._head_dim // self._per_element), keys.dtype)
         attended = torch.empty(num_tokens, num_heads, self._head_dim, dtype=mixed.dtype)
         rotate_and_store(heads, as_array(rotations), slots, positions, queries, keys, values)
-        self._attend(queries, keys, values, slots, positions, as_array(attended))
+        self._attend(queries, keys, _elements(values), slots, positions, as_array(attended))
         return attended.view(num_tokens, -1)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:

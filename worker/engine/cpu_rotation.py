@@ -1,7 +1,8 @@
 """New tokens' queries and keys turned by their positions, and keys and values put where the cache has them.
 
 Compiled for the CPU with Numba, for the layout of cpu_attention. What is a pair of bfloat16 there is written as a pair:
-a head's dimensions d and d + D/2 are turned together anyway.
+a head's dimensions d and d + D/2 are turned together anyway. A pair of values is of two tokens, which two threads may
+have at the same time: each writes its half alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def rotate_and_store(
     """Turn queries and keys by their positions' angles; keys and values go into the cache, queries into `queries`.
 
     mixed (T, H + 2K, D), rotations (T, 2, D), slots and positions (T,), bfloat16 as its bits, uint16; the elements of
-    queries (T, H, D/E), keys (slots, K, blocks, D/E, BLOCK) and values (slots, K, blocks, BLOCK/E, D).
+    queries (T, H, D/E) and of keys (slots, K, blocks, D/E, BLOCK); values (slots, K, blocks, BLOCK/E, D, E).
     """
     num_heads, num_kv, size = queries.shape[1], keys.shape[1], queries.shape[2]
     half, rows = mixed.shape[2] // 2, values.shape[3]
@@ -44,25 +45,18 @@ def rotate_and_store(
             else:
                 keys[slot, head - num_heads, block, :, column] = turned
         for kv in range(num_kv):
-            _put_part(values[slot, kv, block, column % rows], column // rows, mixed[token, num_heads + num_kv + kv])
+            value, row, part = mixed[token, num_heads + num_kv + kv], column % rows, column // rows
+            for d in range(2 * half):
+                values[slot, kv, block, row, d, part] = value[d]
 
 
 def _put_dims(head: Array, d: int, half: int, first: Any, second: Any) -> None:
     """Dimensions d and half + d of a head into its elements. Exists in compiled code only."""
 
 
-def _put_part(row: Array, part: int, numbers: Array) -> None:
-    """Numbers as that part of the elements of a row; the other stays. Exists in compiled code only."""
-
-
 @overload(_put_dims, inline="always")  # type: ignore[untyped-decorator]
 def _put_dims_compiled(head: Any, d: Any, half: Any, first: Any, second: Any) -> Callable[..., None]:
     return _put_pair if head.dtype == types.uint32 else _put_two
-
-
-@overload(_put_part, inline="always")  # type: ignore[untyped-decorator]
-def _put_part_compiled(row: Any, part: Any, numbers: Any) -> Callable[..., None]:
-    return _put_halves if row.dtype == types.uint32 else _put_all
 
 
 def _put_pair(head: Any, d: Any, half: Any, first: Any, second: Any) -> None:
@@ -72,15 +66,3 @@ def _put_pair(head: Any, d: Any, half: Any, first: Any, second: Any) -> None:
 
 def _put_two(head: Any, d: Any, half: Any, first: Any, second: Any) -> None:
     head[d], head[half + d] = first, second
-
-
-def _put_halves(row: Any, part: Any, numbers: Any) -> None:
-    shift = np.uint32(16 * part)
-    others = np.uint32(0xFFFF0000) >> shift
-    for d in range(len(numbers)):
-        row[d] = (row[d] & others) | (np.uint32(numbers[d]) << shift)
-
-
-def _put_all(row: Any, part: Any, numbers: Any) -> None:
-    for d in range(len(numbers)):
-        row[d] = numbers[d]

@@ -13,6 +13,7 @@ from factories import CPU, attend, keys_of, kv_cache, model_config, packed, valu
 from torch import Tensor
 
 from headrace.worker.engine.config import ModelConfig
+from headrace.worker.engine.cpu_attention import BLOCK
 from headrace.worker.engine.cpu_kv_cache import CpuKVCache, is_supported
 from headrace.worker.engine.kv_cache import KVCache
 from headrace.worker.engine.packing import PackedTokens
@@ -175,3 +176,24 @@ def test_types_and_devices_without_a_kernel_are_left_to_the_plain_cache() -> Non
     assert not is_supported(good, torch.float16, CPU)
     assert not is_supported(good, torch.bfloat16, torch.device("cuda"))
     assert type(kv_cache(good, dtype=torch.float16, kind="fastest")) is KVCache
+
+
+@DTYPES
+def test_threads_that_store_neighbours_at_the_same_time_spoil_nothing(dtype: torch.dtype) -> None:
+    """Values 16 positions apart lie in one pair; threads that have one each must not write the other's."""
+    numba = pytest.importorskip("numba")
+    length = 2 * BLOCK
+    fast = kv_cache(config(1, 1, 128), slots=1, max_context=length, dtype=dtype, kind="fastest")
+    tokens = packed([[1] * length])
+    order = torch.arange(length).view(2, -1).T.flatten()  # the threads, which take a half each, meet in every block
+    mixed_up = dataclasses.replace(tokens, positions=order)
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(2, numba.config.NUMBA_NUM_THREADS))
+    try:
+        for _ in range(300):
+            queries, keys, values = (torch.randn(length, 1, 128).to(dtype) for _ in range(3))
+            attend(fast, mixed_up, queries, keys, values)
+            assert torch.equal(values_of(fast)[0, 0, 0, order], values[:, 0])
+            assert torch.equal(keys_of(fast)[0, 0, 0, order], keys[:, 0])
+    finally:
+        numba.set_num_threads(before)

@@ -58,7 +58,7 @@ class ModelConfig:
         path = folder / "config.json"
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"can't read {path}: {error}") from None
         if not isinstance(fields, dict):
             raise ModelError(f"{path} is not a JSON object")

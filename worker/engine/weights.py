@@ -64,10 +64,11 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.exists():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            "".join(names).encode()  # raises for what is no text, or none that a file's name can be
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"can't read {index}: {error}") from None
         # Only names of files in this folder: an index must not lead anywhere else.
-        return [folder / Path(str(name)).name for name in sorted(names)]
+        return [folder / Path(name).name for name in sorted(names)]
     single = folder / "model.safetensors"
     if not single.exists():
         raise ModelError(f"{folder} has no model.safetensors; only safetensors and GGUF checkpoints are read")

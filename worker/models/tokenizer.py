@@ -116,7 +116,7 @@ def _eos_token_ids(folder: Path, of_tokenizer: int | None) -> frozenset[int]:
 def _listed_eos(path: Path) -> set[int]:
     try:
         value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ModelError(f"can't read {path}: {error}") from error
     listed = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token_id) is int for token_id in listed):

@@ -113,7 +113,7 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         read(tmp_path, without=name)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", "null", "\udcff"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", "null", "\udcff", "[" * 100_000], ids=lambda text: repr(text[:9]))
 def test_a_broken_file_is_a_model_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ModelError, match=r"config\.json"):

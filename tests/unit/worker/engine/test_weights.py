@@ -158,7 +158,17 @@ def test_a_broken_file_is_a_model_error(checkpoint: Make, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "index",
-    ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "absent.safetensors"}}'],
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": "absent.safetensors"}}',
+        '{"weight_map": {"a": "x", "b": 1}}',
+        '{"weight_map": {"a": "\\ud800"}}',
+        "[" * 100_000,
+    ],
+    ids=lambda index: index[:40],
 )
 def test_a_broken_index_is_a_model_error(checkpoint: Make, tmp_path: Path, index: str) -> None:
     _, folder = checkpoint()

@@ -180,6 +180,13 @@ def test_an_eos_that_is_no_token_id_is_named(folder_maker: Any, value: Any) -> N
         TextCodec.load(folder)
 
 
+def test_an_eos_file_that_is_nested_too_deeply_is_a_readable_error(folder_maker: Any) -> None:
+    folder = folder_maker.write()
+    (folder / "generation_config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        TextCodec.load(folder)
+
+
 def test_the_vocabulary_counts_up_to_the_highest_id(codec: TextCodec) -> None:
     ids = json.loads(codec._tokenizer.to_str())["model"]["vocab"].values()
     assert codec.vocab_size == max(ids) + 1

@@ -48,7 +48,8 @@ def load(settings: EngineSettings) -> Loaded:
     decoder = load_decoder(files.folder, config, max_context=max_context, dtype=dtype, device=device, int8=int8)
     model = GraphedDecoder(decoder) if device.type == "cuda" else decoder
     slots = choose_slots(settings.slots, config, max_context=max_context, dtype=dtype, device=device)
-    move_into_huge_pages()
+    if device.type == "cpu":
+        move_into_huge_pages()
     cache = make_cache(config, num_slots=slots, max_context=max_context, dtype=dtype, device=device)
     logger.info(
         "model %s in %s on %s: %d slots of %s positions, KV cache %s MiB "

@@ -85,6 +85,7 @@ class Tally:
 
     @property
     def any_failed(self) -> bool:
+        """Whether a result was a failure, of an earlier run too."""
         return self.failed + self._num_kept_failed > 0
 
     def _kept(self) -> list[str]:

@@ -62,7 +62,7 @@ def run_file(options: RunOptions) -> tuple[Tally, ResultWriter]:
         path = stack.enter_context(readable_twice(options.input))
         found = preflight(path, options.format, defaults, options.chat)
         mark = fingerprint(path, _what_texts_depend_on(options, defaults))
-        note = None if options.output == STDOUT else Note(options.output, mark)
+        note = Note(options.output, mark) if _is_kept(options.output) else None
         earlier = note.read() if note is not None else None
         writer = stack.enter_context(open_writer(options.output, found.source, anew=earlier is None))
         url = options.redis_url or stack.enter_context(EmbeddedServer()).url
@@ -70,6 +70,8 @@ def run_file(options: RunOptions) -> tuple[Tally, ResultWriter]:
         patience_s = PATIENCE_S if options.redis_url else _EMBEDDED_PATIENCE_S
         producer = stack.enter_context(Producer(url, model=options.engine.model, queue=queue, patience_s=patience_s))
         name = earlier or options.batch or new_batch_name(producer._settings.route.tenant)
+        if note is not None:
+            note.write(name)
         lines = read_lines(path, found.format, defaults, found.chat)
         if options.redis_url is None:  # a server of our own, which knows nothing of what was done before
             lines = (line for line in lines if not writer.has(line.id))
@@ -84,8 +86,6 @@ def run_file(options: RunOptions) -> tuple[Tally, ResultWriter]:
         feeder = Feeder(producer, submission, lines, found.count - writer.num_kept)
         worker = stack.enter_context(WorkerProcess(url, ["--queue", queue, *options.engine.words()]))
         stack.enter_context(feeder)
-        if note is not None:
-            note.write(name)
         own_lanes = [Lane(queue, priority, producer._settings.route.tenant).name for priority in PRIORITIES]
         forget = [] if options.redis_url else own_lanes
         tally = Tally(live=True, num_kept=writer.num_kept, num_kept_failed=writer.num_kept_failed)
@@ -212,9 +212,14 @@ def _same_file(first: str, second: str) -> bool:
     return False
 
 
+def _is_kept(output: str) -> bool:
+    """Whether what is written there can be read again: not standard output, a pipe or a device."""
+    return output != STDOUT and (os.path.isfile(output) or not os.path.exists(output))
+
+
 def _written(writer: ResultWriter, total: int) -> str:
     text = f"{writer.num_kept + writer.num_written:,} of {total:,} answers were written to {writer.path}"
-    return text if writer.path == STDOUT else f"{text}; the same command goes on from there"
+    return f"{text}; the same command goes on from there" if _is_kept(writer.path) else text
 
 
 def _interrupted_text(writer: ResultWriter, total: int, options: RunOptions, name: str) -> str:

@@ -26,7 +26,7 @@ class Note:
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             fingerprint, batch = str(found["fingerprint"]), str(found["batch"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             fingerprint, batch = "", ""
         if fingerprint != self._fingerprint and self._output.stat().st_size == 0:
             return None  # nothing to lose

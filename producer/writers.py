@@ -88,13 +88,14 @@ class ResultWriter:
                 try:
                     found = json.loads(line)
                     result_id, failed = found["custom_id" if self.error_path else "id"], found["error"] is not None
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     raise InputError(
                         f"can't go on with {path}: line {number} is no result; remove it, or {path} as a whole"
                     ) from None
-                self._kept.add(str(result_id), number)
-                self.num_kept += 1
-                self.num_kept_failed += failed or path == self.error_path
+                if isinstance(result_id, str):  # a result that was lost on the server has none, and is asked for again
+                    self._kept.add(result_id, number)
+                    self.num_kept += 1
+                    self.num_kept_failed += failed or path == self.error_path
             file.truncate(whole)
 
 

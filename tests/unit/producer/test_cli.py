@@ -113,14 +113,14 @@ def test_a_run_that_has_ended_is_done_anew(invoke: Any, prompts: Path, tmp_path:
     assert len(lines(tmp_path / "out.jsonl")) == 20
 
 
-@pytest.mark.parametrize("other", ["option", "input", "note"])
+@pytest.mark.parametrize("other", ["option", "input", "note", "deep note"])
 def test_another_run_does_not_write_over_one_that_has_not_ended(
     invoke: Any, prompts: Path, tmp_path: Path, stopped_run: str, other: str
 ) -> None:
     if other == "input":
         prompts.write_text(prompts.read_text() + "more\n")
-    if other == "note":
-        (tmp_path / "out.jsonl.unfinished").write_text("{")
+    if other.endswith("note"):
+        (tmp_path / "out.jsonl.unfinished").write_text("{" if other == "note" else "[" * 100_000)
     tokens = 6 if other == "option" else 5
     outcome = invoke("run", prompts, "-o", "out.jsonl", "--max-tokens", tokens, server=False)
     assert outcome.exit_code == 2
@@ -131,12 +131,23 @@ def test_another_run_does_not_write_over_one_that_has_not_ended(
     assert len(lines(tmp_path / "out.jsonl")) == 20 + (other == "input")
 
 
-def test_what_is_no_result_is_not_gone_on_with(invoke: Any, prompts: Path, tmp_path: Path, stopped_run: str) -> None:
-    (tmp_path / "out.jsonl").write_text("mine\n" + stopped_run)
+@pytest.mark.parametrize("line", ["mine", "3", "{}", "[" * 100_000], ids=lambda line: line[:9])
+def test_what_is_no_result_is_not_gone_on_with(
+    invoke: Any, prompts: Path, tmp_path: Path, stopped_run: str, line: str
+) -> None:
+    (tmp_path / "out.jsonl").write_text(line + "\n" + stopped_run)
     outcome = invoke("run", prompts, "-o", "out.jsonl", "--max-tokens", 5, server=False)
     assert outcome.exit_code == 2
     assert "line 1 is no result" in outcome.stderr
-    assert (tmp_path / "out.jsonl").read_text() == "mine\n" + stopped_run
+    assert (tmp_path / "out.jsonl").read_text() == line + "\n" + stopped_run
+
+
+def test_answers_that_go_into_a_pipe_have_no_note_beside_them(invoke: Any, prompts: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = subprocess.Popen(["cat", "pipe"], cwd=tmp_path, stdout=subprocess.PIPE)
+    assert invoke("run", prompts, "-o", "pipe", server=False).exit_code == 0
+    assert reader.communicate(timeout=30)[0].count(b"\n") == 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "prompts.txt"]
 
 
 def test_run_on_a_named_server_leaves_the_results_there(invoke: Any, prompts: Path, redis_url: str) -> None:

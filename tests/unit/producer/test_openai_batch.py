@@ -136,6 +136,15 @@ def test_failures_go_to_a_file_of_their_own(tmp_path) -> None:
     assert len((tmp_path / "out.errors.jsonl").read_text().splitlines()) == 1
 
 
+def test_a_result_without_an_id_is_no_other_requests(tmp_path) -> None:
+    path = tmp_path / "out.jsonl"
+    lost = failed(ErrorCode.TIMEOUT).model_copy(update={"id": None})
+    with open_writer(str(path), "requests") as writer:
+        writer.write([lost])
+    with open_writer(str(path), "requests", anew=False) as writer:
+        assert (writer.num_kept, writer.has("None")) == (0, False)
+
+
 def test_both_files_are_gone_on_with_up_to_their_last_whole_line(tmp_path) -> None:
     path, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
     made = [done(), failed(ErrorCode.INVALID_REQUEST), done(), failed(ErrorCode.TIMEOUT)]

@@ -28,8 +28,9 @@ _LOOK_S = 1.0
 class Keeper:
     """Beats three times a lease, and looks for what has been cancelled every second.
 
-    After a time in which it could not beat, it takes nothing over until all others have had a lease's time to beat: on
-    the server's clock they are dead, too, and will be back as it is.
+    After a time in which it could not beat, or did so late, it takes nothing over until all others have had a lease's
+    time to beat: whatever held it up (a server that was away or stood still, a machine that was paused) may have held
+    them up, too; on the server's clock they are dead, and will be back as it is.
 
     `on_lost` is told of each job that this worker holds no longer, `on_cancel` of each id that is to be cancelled, at
     every look until the job has ended.
@@ -55,6 +56,7 @@ class Keeper:
         self._on_lost = on_lost
         self._on_cancel = on_cancel
         self._beat_due_s = 0.0
+        self._answered_s = now_s()
         self._rq_beat_due_s = 0.0
         self._sweep_due_s = 0.0
         self._take_over_from_s = 0.0
@@ -64,6 +66,7 @@ class Keeper:
 
     def start(self) -> None:
         """Begin to beat. The lease must be held."""
+        self._answered_s = now_s()
         self._thread.start()
 
     def leave(self) -> None:
@@ -74,7 +77,12 @@ class Keeper:
     def _run(self) -> None:
         while not self._halt.is_set():
             self.try_to_look()
-            self._halt.wait(jittered(min(_LOOK_S, self._beat_s), 0.75))
+            self._halt.wait(self._pause_s())
+
+    def _pause_s(self) -> float:
+        """How long to wait for the next look: not beyond the time of the next beat, unless that has failed already."""
+        pause_s, until_beat_s = jittered(min(_LOOK_S, self._beat_s), 0.75), self._beat_due_s - now_s()
+        return min(pause_s, until_beat_s) if until_beat_s > 0 else pause_s
 
     def try_to_look(self) -> None:
         """As `look`; whatever goes wrong is met again at the next one."""
@@ -98,12 +106,22 @@ class Keeper:
         if is_passing(error):
             self._spare_others()
 
+    def _note_answer(self) -> None:
+        """The server has answered. If it was silent for long, leases that were kept up may have run out meanwhile: one
+        that is renewed in time has two beats' time left, and half a beat of that is for delays."""
+        now = now_s()
+        if now - self._answered_s > 1.5 * self._beat_s:
+            self._spare_others()
+        self._answered_s = now
+
     def _spare_others(self) -> None:
         self._take_over_from_s = now_s() + self._lease_s
 
     def look(self) -> None:
         """Cancel what is to be cancelled, and beat if it is time. A beat that fails is tried again at the next look."""
-        for job_id in self._rq.cancelled(self._courier.in_hand()):
+        cancelled = self._rq.cancelled(self._courier.in_hand())
+        self._note_answer()
+        for job_id in cancelled:
             self._on_cancel(job_id)
         now = now_s()
         if now >= self._beat_due_s:
@@ -115,13 +133,16 @@ class Keeper:
         if not self._lease.renew():
             logger.warning("the lease had run out; jobs may have gone to other workers")
             self._spare_others()
+        self._note_answer()
         in_hand = self._courier.in_hand()
         for lost in self._rq.lost(in_hand):
             self._on_lost(lost)
+        dead = self._recovery.dead_workers()
+        self._note_answer()
         now = now_s()
         may_take_over = now >= self._take_over_from_s
         if may_take_over:
-            self._recovery.take_over_dead_workers()
+            self._recovery.take_over(dead)
         if now >= self._rq_beat_due_s:
             self._rq.beat(in_hand)
             self._rq_beat_due_s = now + _RQ_BEAT_S
@@ -130,3 +151,4 @@ class Keeper:
             self._rq.announce_lanes()
             self._rq.tidy()
             self._sweep_due_s = now + _EXPIRED_SWEEP_S
+        self._note_answer()

@@ -48,12 +48,14 @@ class Recovery:
         self._settler = settler
         self._max_crashes = max_crashes
 
-    def take_over_dead_workers(self) -> int:
+    def dead_workers(self) -> list[str]:
+        """The other workers whose lease has run out."""
+        return [worker for worker in dead_workers(self._connection) if worker != self._rq.name]
+
+    def take_over(self, workers: Sequence[str]) -> int:
         """Put the jobs of dead workers back into their queues; returns how many."""
         count = 0
-        for worker in dead_workers(self._connection):
-            if worker == self._rq.name:
-                continue
+        for worker in workers:
             taken = self.give_back_claims(worker)
             taken += self._return(self._rq.executions_of(worker))
             self._rq.forget_worker(worker)

@@ -44,6 +44,10 @@ class RealWorkers:
     def log(self, number: int) -> str:
         return (self._folder / f"{number}.log").read_text()
 
+    def logs(self) -> str:
+        """All that the workers have said, for the message of a test that fails."""
+        return "".join(f"worker {number}:\n{self.log(number)}" for number in range(len(self._processes)))
+
     def name(self, number: int, direct: redis.Redis) -> str | None:
         """The worker's name, once it has registered and for as long."""
         pid = f"-{self._processes[number].pid}-"

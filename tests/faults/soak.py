@@ -53,7 +53,7 @@ class Plan:
     lease_s: float = 2.0
     checkpoint_interval_s: float = 0.25
     max_crashes: int = 10  # no job is to blame for what happens here, however often it happens
-    finish_s: float = 300.0  # how long the rest may take once the faults are over
+    finish_s: float = 900.0  # how long the rest may take once the faults are over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--minutes", type=float, default=15.0, help="how long faults come")
-    parser.add_argument("--every", type=float, default=5.0, help="seconds between two faults, on average")
+    parser.add_argument("--every", type=float, default=3.0, help="seconds between two faults, on average")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args(arguments)

@@ -20,7 +20,7 @@ from headrace.producer.settings import new_batch_name
 from headrace.producer.submission import Submission
 from headrace.producer.unfinished import Note
 from headrace.producer.worker_process import WorkerProcess, require_worker
-from headrace.producer.writers import STDOUT, ResultWriter, open_writer
+from headrace.producer.writers import ResultWriter, check_writable, is_kept, open_writer
 from headrace.shared import keys
 from headrace.shared.errors import HeadraceError, InputError
 from headrace.shared.lanes import PRIORITIES, Lane
@@ -62,19 +62,14 @@ def run_file(options: RunOptions) -> tuple[Tally, ResultWriter]:
         path = stack.enter_context(readable_twice(options.input))
         found = preflight(path, options.format, defaults, options.chat)
         mark = fingerprint(path, _what_texts_depend_on(options, defaults))
-        note = Note(options.output, mark) if _is_kept(options.output) else None
+        note = Note(options.output, mark) if is_kept(options.output) else None
         earlier = note.read() if note is not None else None
-        writer = stack.enter_context(open_writer(options.output, found.source, anew=earlier is None))
+        check_writable(options.output)
         url = options.redis_url or stack.enter_context(EmbeddedServer()).url
         queue = options.queue or keys.queue_name(options.engine.model)
         patience_s = PATIENCE_S if options.redis_url else _EMBEDDED_PATIENCE_S
         producer = stack.enter_context(Producer(url, model=options.engine.model, queue=queue, patience_s=patience_s))
         name = earlier or options.batch or new_batch_name(producer._settings.route.tenant)
-        if note is not None:
-            note.write(name)
-        lines = read_lines(path, found.format, defaults, found.chat)
-        if options.redis_url is None:  # a server of our own, which knows nothing of what was done before
-            lines = (line for line in lines if not writer.has(line.id))
         submission = producer._submission(
             name,
             {},
@@ -83,6 +78,14 @@ def run_file(options: RunOptions) -> tuple[Tally, ResultWriter]:
             fingerprint=mark,
             also_closed=earlier is not None,
         )
+        # Whatever refuses the run does so before what the output held is gone.
+        producer._run(submission.open())
+        writer = stack.enter_context(open_writer(options.output, found.source, anew=earlier is None))
+        if note is not None:
+            note.write(name)
+        lines = read_lines(path, found.format, defaults, found.chat)
+        if options.redis_url is None:  # a server of our own, which knows nothing of what was done before
+            lines = (line for line in lines if not writer.has(line.id))
         feeder = Feeder(producer, submission, lines, found.count - writer.num_kept)
         worker = stack.enter_context(WorkerProcess(url, ["--queue", queue, *options.engine.words()]))
         stack.enter_context(feeder)
@@ -142,7 +145,7 @@ class _Stopped(Exception):
 
 
 class Feeder:
-    """Submits an input on a thread of its own, at most MAX_UNFINISHED jobs ahead of the results.
+    """Submits an input to an open batch, on a thread of its own, at most MAX_UNFINISHED jobs ahead of the results.
 
     As a context manager; at its end the thread stops submitting. A submission that can be gone on with is left open.
     """
@@ -167,7 +170,6 @@ class Feeder:
         self._thread = threading.Thread(target=self._submit, name="headrace-submit", daemon=True)
 
     def __enter__(self) -> Feeder:
-        self.producer._run(self._submission.open())
         self._thread.start()
         return self
 
@@ -212,14 +214,9 @@ def _same_file(first: str, second: str) -> bool:
     return False
 
 
-def _is_kept(output: str) -> bool:
-    """Whether what is written there can be read again: not standard output, a pipe or a device."""
-    return output != STDOUT and (os.path.isfile(output) or not os.path.exists(output))
-
-
 def _written(writer: ResultWriter, total: int) -> str:
     text = f"{writer.num_kept + writer.num_written:,} of {total:,} answers were written to {writer.path}"
-    return f"{text}; the same command goes on from there" if _is_kept(writer.path) else text
+    return f"{text}; the same command goes on from there" if is_kept(writer.path) else text
 
 
 def _interrupted_text(writer: ResultWriter, total: int, options: RunOptions, name: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -109,6 +110,18 @@ def open_writer(path: str, source: str, *, anew: bool = True) -> Iterator[Result
         writer = ResultWriter(path, source, files)
         writer.begin(anew=anew)
         yield writer
+
+
+def check_writable(path: str) -> None:
+    """Raise HeadraceError if a file can't be written there; what it holds stays."""
+    if is_kept(path):
+        with _readable_failure(path):
+            _open(path, "a").close()
+
+
+def is_kept(path: str) -> bool:
+    """Whether what is written there can be read again: not standard output, a pipe or a device."""
+    return path != STDOUT and (os.path.isfile(path) or not os.path.exists(path))
 
 
 def error_path_of(path: str) -> str:

@@ -58,8 +58,10 @@ def run_workload(options: ThroughputOptions) -> tuple[RunCounts, EngineReport]:
             wait_for_workers(producer, queue, [worker])
             found = options.found
             lines = read_lines(options.dataset, found.format, options.defaults, found.chat)
-            feeder = Feeder(producer, producer._submission(name, {}, source=found.source), lines, found.count)
+            submission = producer._submission(name, {}, source=found.source)
+            feeder = Feeder(producer, submission, lines, found.count)
             with _nothing_left_behind(producer, name, queue):
+                producer._run(submission.open())
                 counts = _timed(feeder, Collector(name), worker)
         return counts, _read(report)
 

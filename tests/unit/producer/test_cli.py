@@ -142,6 +142,23 @@ def test_what_is_no_result_is_not_gone_on_with(
     assert (tmp_path / "out.jsonl").read_text() == line + "\n" + stopped_run
 
 
+@pytest.mark.parametrize("refusal", ["the batch is there", "no server"])
+def test_a_run_that_is_refused_leaves_what_was_there(
+    invoke: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: str
+) -> None:
+    command = ("run", prompts, "-o", "out.jsonl", "--batch", "b")
+    assert invoke(*command).exit_code == 0
+    before = (tmp_path / "out.jsonl").read_text()
+    assert before.count("\n") == 20
+    if refusal == "no server":
+        command += ("--redis", f"unix://{tmp_path}/none")
+    outcome = invoke(*command)
+    assert outcome.exit_code == 2
+    assert ("there is a batch 'b' already" if refusal == "the batch is there" else "no answer") in outcome.stderr
+    assert (tmp_path / "out.jsonl").read_text() == before
+    assert not (tmp_path / "out.jsonl.unfinished").exists()
+
+
 def test_answers_that_go_into_a_pipe_have_no_note_beside_them(invoke: Any, prompts: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = subprocess.Popen(["cat", "pipe"], cwd=tmp_path, stdout=subprocess.PIPE)

@@ -25,9 +25,8 @@ class GenerationFailed(Exception):
 def generate(request: Any, batch: str | None = None) -> dict[str, Any]:
     """Generate for one request, in a batch of one, and store its result as a headrace worker would.
 
-    HEADRACE_MODEL, HEADRACE_DTYPE, HEADRACE_DEVICE, HEADRACE_QUANTIZATION and HEADRACE_MAX_CONTEXT
-    decide the model. Raises GenerationFailed
-    if the request can't be run.
+    HEADRACE_MODEL, HEADRACE_DTYPE, HEADRACE_DEVICE, HEADRACE_QUANTIZATION and HEADRACE_MAX_CONTEXT decide the model.
+    Raises GenerationFailed if the request can't be run.
     """
     job = get_current_job()
     if job is None:

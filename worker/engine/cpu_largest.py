@@ -13,7 +13,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from headrace.worker.engine.cpu_numbers import COMPILED, Array, as_array
+from headrace.worker.engine.cpu_numbers import COMPILED, Array, as_array, narrow
 
 # Of bfloat16 and float32: the integers of their size, all bits but the sign's, and the bits of infinity.
 _FORMATS = {
@@ -25,18 +25,18 @@ _LAST_ID = np.int64(0x7FFFFFFF)
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _order(bits: Any, unsigned: Any, infinity: Any) -> Any:
-    size = bits & unsigned
-    return unsigned if size > infinity else -size if bits < 0 else size
+    size = narrow(bits & unsigned, unsigned)
+    return unsigned if size > infinity else narrow(-size, unsigned) if bits < 0 else size
 
 
 @njit(**COMPILED)  # type: ignore[untyped-decorator]
 def _block_maxima(scores: Array, block: int, unsigned: Any, infinity: Any, maxima: Array) -> None:
-    vocab = scores.shape[1]
     for row in prange(scores.shape[0]):
         for place in range(maxima.shape[1]):
-            top = -unsigned
-            for token in range(place * block, min((place + 1) * block, vocab)):
-                top = max(top, _order(scores[row, token], unsigned, infinity))
+            part = scores[row, place * block : (place + 1) * block]
+            top = narrow(-unsigned, unsigned)
+            for i in range(part.size):
+                top = max(top, _order(part[i], unsigned, infinity))
             maxima[row, place] = top if top >= 0 else -top | ~unsigned
 
 

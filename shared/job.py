@@ -32,7 +32,7 @@ RQ_RESULT_TTL_S = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """A job's arguments: the request as decoded JSON, not checked yet, and the batch that it belongs to."""
+    """A job's arguments: the request as JSON that can be encoded again, and the batch that it belongs to."""
 
     request: Any
     batch: str | None

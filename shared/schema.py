@@ -193,13 +193,19 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 def parse_request(body: object) -> Request:
-    """Check a decoded JSON value and return it as a Request.
+    """Check a value and return it as a Request.
 
     Raises InvalidRequest with a text that names each field at fault, what was found and what is allowed.
     """
+    if isinstance(body, Mapping):
+        check_encodable(body)
+    return parse_encodable(body)
+
+
+def parse_encodable(body: object) -> Request:
+    """As `parse_request`, for what `check_encodable` has seen already."""
     if not isinstance(body, Mapping):
         raise InvalidRequest(f"a request is a JSON object, not {_json_type(body)}")
-    check_encodable(body)
     try:
         return Request.model_validate(dict(body))
     except ValidationError as error:

@@ -13,7 +13,7 @@ from headrace.shared import keys
 from headrace.shared.errors import InvalidRequest
 from headrace.shared.job import decode_payload
 from headrace.shared.lanes import PRIORITIES, check_batch_of, check_tenant_of
-from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason, Request, parse_request
+from headrace.shared.schema import ErrorCode, ErrorInfo, FinishReason, Request, parse_encodable
 from headrace.worker.checkpoint import InvalidCheckpoint, decode_checkpoint
 from headrace.worker.engine.rows import Row, now_s
 from headrace.worker.engine.stopping import Finish
@@ -78,7 +78,7 @@ class Intake:
             body = payload.request
             check_batch_of(claimed.lane.tenant, payload.batch)
             batch = payload.batch
-            request = parse_request(body)
+            request = parse_encodable(body)
             check_tenant_of(claimed.lane.tenant, request.tenant)
             row = self._row(request, claimed, checkpoint)
             row.rank = PRIORITIES.index(claimed.lane.priority)

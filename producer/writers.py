@@ -113,10 +113,13 @@ def open_writer(path: str, source: str, *, anew: bool = True) -> Iterator[Result
 
 
 def check_writable(path: str) -> None:
-    """Raise HeadraceError if a file can't be written there; what it holds stays."""
+    """Raise HeadraceError if a file can't be written there; what it holds stays, and where there is none is none."""
     if is_kept(path):
         with _readable_failure(path):
+            is_new = not os.path.lexists(path)
             _open(path, "a").close()
+            if is_new:
+                os.unlink(path)
 
 
 def is_kept(path: str) -> bool:

@@ -52,8 +52,9 @@ def test_the_job_that_workers_end_of_is_given_up_and_its_neighbours_finish(
         batch = producer.submit_many([*good, {"prompt": "a", "id": "bad", "max_tokens": 40}, *good], batch="b")
         codes = supervise(redis_url, fault, batch)
         assert set(codes) == {exit_code}
-        # A job is blamed for what ends its workers only once it gets no further; it has 12 tokens to get there.
-        assert 3 <= len(codes) <= 3 + 12
+        # The third worker in a row that ends while a job gets no further is the last. It has 12 tokens to get further
+        # by, and each may take the blame for two of them away.
+        assert 3 <= len(codes) <= 3 + 2 * 12
         results = list(batch.results(timeout=20))
         assert len(results) == connection.xlen(keys.batch_done("b")) == 7
         (bad,) = (result for result in results if result.id == "bad")

@@ -49,8 +49,11 @@ def test_a_tenant_with_thousands_of_jobs_delays_one_with_ten_by_no_more_than_its
         with running_worker(client) as running:
             assert all(result.ok for result in small.results(timeout=60))
             running.model.gate.clear()
-            assert large.progress().done <= 10 + 2 * 4  # its share, and what was running at either end
-            assert large.cancel() > 1_900
+            # By the server's clock: this thread may come late.
+            ((last, _),) = client.xrevrange(keys.batch_done("small.b"), count=1)
+            before = client.xrange(keys.batch_done("big.b"), max=last.split(b"-")[0])
+            assert len(before) <= 10 + 2 * 4  # its share, and what was running at either end
+            assert large.cancel() > 1_000
 
 
 def test_tenants_share_by_tokens_and_not_by_jobs(client: redis.Redis) -> None:

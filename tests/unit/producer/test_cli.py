@@ -156,7 +156,8 @@ def test_a_run_that_is_refused_leaves_what_was_there(
     assert outcome.exit_code == 2
     assert ("there is a batch 'b' already" if refusal == "the batch is there" else "no answer") in outcome.stderr
     assert (tmp_path / "out.jsonl").read_text() == before
-    assert not (tmp_path / "out.jsonl.unfinished").exists()
+    assert invoke(*command, "-o", "new.jsonl").exit_code == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "prompts.txt"]
 
 
 def test_answers_that_go_into_a_pipe_have_no_note_beside_them(invoke: Any, prompts: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.producer.batches import Collector
@@ -87,7 +87,8 @@ def run_file(options: RunOptions) -> tuple[Tally, ResultWriter]:
         if options.redis_url is None:  # a server of our own, which knows nothing of what was done before
             lines = (line for line in lines if not writer.has(line.id))
         feeder = Feeder(producer, submission, lines, found.count - writer.num_kept)
-        worker = stack.enter_context(WorkerProcess(url, ["--queue", queue, *options.engine.words()]))
+        engine = replace(options.engine, most_slots=max(1, feeder.num_jobs))
+        worker = stack.enter_context(WorkerProcess(url, ["--queue", queue, *engine.words()]))
         stack.enter_context(feeder)
         own_lanes = [Lane(queue, priority, producer._settings.route.tenant).name for priority in PRIORITIES]
         forget = [] if options.redis_url else own_lanes

@@ -20,10 +20,14 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What decides an engine's shape. None means: chosen to fit the model and the machine. Raises SettingsError."""
+    """What decides an engine's shape. None means: chosen to fit the model and the machine. Raises SettingsError.
+
+    `most_slots` bounds a number of slots that is chosen: more than there are jobs would be memory cleared for nothing.
+    """
 
     model: str
     slots: int | None = None
+    most_slots: int | None = None
     dtype: str = "auto"
     device: str = "auto"
     quantization: str = "none"
@@ -75,6 +79,7 @@ _engine_options = together(
     click.option(
         "--slots", type=int, envvar=environment.SLOTS, metavar="N", help="Rows decoded at once.  [default: what fits]"
     ),
+    click.option("--most-slots", type=int, hidden=True),
     click.option(
         "--dtype",
         envvar=environment.DTYPE,

@@ -47,7 +47,9 @@ def load(settings: EngineSettings) -> Loaded:
     int8 = choose_int8(settings.quantization, device)
     decoder = load_decoder(files.folder, config, max_context=max_context, dtype=dtype, device=device, int8=int8)
     model = GraphedDecoder(decoder) if device.type == "cuda" else decoder
-    slots = choose_slots(settings.slots, config, max_context=max_context, dtype=dtype, device=device)
+    slots = choose_slots(
+        settings.slots, settings.most_slots, config, max_context=max_context, dtype=dtype, device=device
+    )
     if device.type == "cpu":
         move_into_huge_pages()
     cache = make_cache(config, num_slots=slots, max_context=max_context, dtype=dtype, device=device)

@@ -73,16 +73,22 @@ def choose_max_context(asked: int | None, config: ModelConfig) -> int:
 
 
 def choose_slots(
-    asked: int | None, config: ModelConfig, *, max_context: int, dtype: torch.dtype, device: torch.device
+    asked: int | None,
+    most: int | None,
+    config: ModelConfig,
+    *,
+    max_context: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> int:
-    """Rows of the KV cache: as asked if they fit, else as many as fit, up to a default.
+    """Rows of the KV cache: as asked if they fit; if nothing is asked as many as fit, up to a default and to `most`.
 
     Raises SettingsError if what is asked for does not fit into the free memory, ModelError if not even one row does.
     """
     row_bytes = config.kv_bytes_per_position(dtype.itemsize) * max_context
     free = int(_free_bytes(device) * _CACHE_SHARE)
     if asked is None:
-        slots = min(_MOST_SLOTS, free // row_bytes)
+        slots = min(_MOST_SLOTS, free // row_bytes, most or _MOST_SLOTS)
         if slots < 1:
             raise ModelError(
                 f"the KV cache of one row takes {row_bytes / 2**20:,.0f} MiB at {max_context} positions, and "

@@ -76,6 +76,21 @@ def test_run_does_it_all_with_a_server_of_its_own(invoke: Any, prompts: Path, tm
         assert line in outcome.stderr
 
 
+def test_run_has_its_worker_make_no_more_slots_than_there_are_jobs(
+    invoke: Any, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words: list[str] = []
+    start = run.WorkerProcess
+
+    def noted(url: str, arguments: list[str]) -> worker_process.WorkerProcess:
+        words.extend(arguments)
+        return start(url, arguments)
+
+    monkeypatch.setattr(run, "WorkerProcess", noted)
+    assert invoke("run", prompts, "-o", "out.jsonl", server=False).exit_code == 0
+    assert words[words.index("--most-slots") + 1] == "20"
+
+
 @pytest.fixture
 def stopped_run(invoke: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A run with a server of its own that has ended after 7 of its 20 answers; what it has written."""

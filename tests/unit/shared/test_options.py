@@ -25,7 +25,24 @@ def invoke(*words: str, **environment: str) -> Result:
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("--model", "m", "--slots", "3", "--dtype", "float32", "--max-context", "99", "--other", "x")]
+    "words",
+    [
+        (),
+        (
+            "--model",
+            "m",
+            "--slots",
+            "3",
+            "--most-slots",
+            "2",
+            "--dtype",
+            "float32",
+            "--max-context",
+            "99",
+            "--other",
+            "x",
+        ),
+    ],
 )
 def test_an_engines_options_reach_another_command_as_they_were_given(words: tuple[str, ...]) -> None:
     first = json.loads(invoke(*words).stdout)

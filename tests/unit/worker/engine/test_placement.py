@@ -14,9 +14,11 @@ CONFIG = model_config(num_layers=2, num_kv_heads=2, num_heads=2, head_dim=16, ma
 ROW_BYTES = 2 * 2 * 2 * 16 * 4 * 1000  # at 1,000 positions in float32
 
 
-def slots(monkeypatch: pytest.MonkeyPatch, asked: int | None, free: int, max_context: int = 1000) -> int:
+def slots(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, free: int, max_context: int = 1000, most: int | None = None
+) -> int:
     monkeypatch.setattr(placement, "_free_bytes", lambda device: free)
-    return choose_slots(asked, CONFIG, max_context=max_context, dtype=torch.float32, device=CPU)
+    return choose_slots(asked, most, CONFIG, max_context=max_context, dtype=torch.float32, device=CPU)
 
 
 def test_as_many_slots_as_asked_for_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +38,9 @@ def test_more_slots_than_fit_are_refused_with_the_number_that_fits(monkeypatch: 
 def test_without_being_asked_as_many_slots_as_fit_up_to_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slots(monkeypatch, None, 10 * ROW_BYTES) == 6
     assert slots(monkeypatch, None, 2**40) == 256
+    assert slots(monkeypatch, None, 2**40, most=46) == 46
+    assert slots(monkeypatch, None, 10 * ROW_BYTES, most=46) == 6
+    assert slots(monkeypatch, 5, 2**40, most=3) == 5
 
 
 def test_a_model_of_which_not_one_row_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

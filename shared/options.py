@@ -36,6 +36,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.slots is not None and self.slots < 1:
             raise SettingsError(f"--slots is {self.slots}; it needs at least 1")
+        if self.most_slots is not None and self.most_slots < 1:
+            raise SettingsError(f"--most-slots is {self.most_slots}; it needs at least 1")
         if self.max_context is not None and self.max_context < 2:
             raise SettingsError(f"--max-context is {self.max_context}; it needs at least 2: a prompt and an answer")
         if self.dtype not in DTYPES:

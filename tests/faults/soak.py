@@ -53,7 +53,7 @@ class Plan:
     lease_s: float = 2.0
     checkpoint_interval_s: float = 0.25
     max_crashes: int = 10  # no job is to blame for what happens here, however often it happens
-    finish_s: float = 900.0  # how long the rest may take once the faults are over
+    finish_s: float = 300.0  # how long the rest may take once the faults are over
 
 
 @dataclass(frozen=True, kw_only=True)

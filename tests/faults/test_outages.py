@@ -29,10 +29,10 @@ from worker_harness import wait_until
 from headrace.producer import Producer, ServerUnavailable
 from headrace.shared import keys
 
-# How long the server is away: longer than the workers' lease. A machine that is busy with other things may keep a
+# How long the server is away: twice the workers' lease. A machine that is busy with other things may keep a
 # worker from beating for a second or so, which must not look like a death.
 LEASE_S = 4.0
-OUTAGE_S = float(os.environ.get("OUTAGE_S", "6"))
+OUTAGE_S = float(os.environ.get("OUTAGE_S", "8"))
 Start = Callable[..., RealWorkers]
 
 

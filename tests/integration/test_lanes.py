@@ -53,7 +53,7 @@ def test_a_tenant_with_thousands_of_jobs_delays_one_with_ten_by_no_more_than_its
             ((last, _),) = client.xrevrange(keys.batch_done("small.b"), count=1)
             before = client.xrange(keys.batch_done("big.b"), max=last.split(b"-")[0])
             assert len(before) <= 10 + 2 * 4  # its share, and what was running at either end
-            assert large.cancel() > 1_000
+            assert large.cancel() > 1_900
 
 
 def test_tenants_share_by_tokens_and_not_by_jobs(client: redis.Redis) -> None:

@@ -88,7 +88,7 @@ def choose_slots(
     row_bytes = config.kv_bytes_per_position(dtype.itemsize) * max_context
     free = int(_free_bytes(device) * _CACHE_SHARE)
     if asked is None:
-        slots = min(_MOST_SLOTS, free // row_bytes, most or _MOST_SLOTS)
+        slots = min(_MOST_SLOTS if most is None else min(most, _MOST_SLOTS), free // row_bytes)
         if slots < 1:
             raise ModelError(
                 f"the KV cache of one row takes {row_bytes / 2**20:,.0f} MiB at {max_context} positions, and "

@@ -61,6 +61,7 @@ def test_an_option_wins_over_its_variable_and_the_variable_over_the_default() ->
     ("words", "says"),
     [
         (("--slots", "0"), "--slots is 0; it needs at least 1"),
+        (("--most-slots", "0"), "--most-slots is 0; it needs at least 1"),
         (("--max-context", "1"), "--max-context is 1; it needs at least 2"),
         (("--dtype", "int4"), "--dtype is 'int4'; allowed are auto, bfloat16, float16, float32"),
         (("--quantization", "int4"), "--quantization is 'int4'; allowed are none, int8"),
